@@ -1,0 +1,320 @@
+"""The typed schema of a run: what `conf/` composes, checked before anything is built.
+
+Every value has a field here or belongs to an options section `{name: ..., option: ...}`, whose options are checked
+against the signature of what the name stands for (see `gptframe.registry.build`). Anything else is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Union
+
+from gptframe.errors import UserError, nearest
+
+Section = dict[str, Any]
+
+
+def _section(name: str, **options: Any) -> Any:
+    return field(default_factory=lambda: {"name": name, **options})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture. Sizes are plain fields; every exchangeable part is a section `{name: ..., options}`."""
+
+    name: str = "mini"
+    """A label for people: it names the run directory and nothing else."""
+    d_model: int = 64
+    """Width of the residual stream."""
+    n_layers: int = 2
+    """Number of blocks."""
+    n_heads: int = 4
+    """Query heads of each attention; d_model / n_heads is the head dimension."""
+    vocab_size: int = 64
+    """Rows of the token embedding. A tokenizer may use fewer, never more."""
+    context_length: int = 32
+    """Longest sequence, in tokens."""
+    block: list[Any] = field(default_factory=lambda: ["attention", "mlp"])
+    """The sublayers of each block, in order: names, or `{name: ..., option: ...}`."""
+    layers: dict[int, list[Any]] = field(default_factory=dict)
+    """`block` for single layers: `{3: [attention]}`; layers count from 0."""
+    topology: str = "sequential"
+    """`sequential`, or `parallel`: all sublayers of a block read the same stream (GPT-J, GPT-NeoX, PaLM)."""
+    residual_scale: float | None = None
+    """Factor of the stream at each addition; null takes the norm placement's, 0 removes the residual connections."""
+    embedding_scale: float = 1.0
+    """Factor of the token embedding as it enters the stream (sqrt(d_model) in Vaswani et al., 2017)."""
+    tie_head: bool = True
+    """Use the token embedding as output head."""
+    dropout: float = 0.0
+    """Probability, at the embedding, the attention pattern and each sublayer's delta."""
+    logit_softcap: float | None = None
+    """c in c * tanh(logits / c) (Gemma 2, 2024); null for none."""
+    init: Section = _section("normal", std=0.02)
+    norm_placement: Section = _section("pre")
+    norm: Section = _section("layernorm")
+    activation: Section = _section("gelu_tanh")
+    expansion: Section = field(default_factory=lambda: {"factor": 4, "multiple_of": 1})
+    """MLP width: d_model * factor, rounded up to a multiple of `multiple_of`."""
+    position: Section = _section("rope")
+    sublayers: dict[str, Section] = field(default_factory=lambda: {"attention": {}, "mlp": {}})
+    """Options of each sublayer by its name; in YAML they stand directly under `model`: `model.attention.window`."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def hidden(self) -> int:
+        """MLP width. The factor is read as a fraction, so that 8/3 of 768 is 2048 and not one multiple more."""
+        exact = Fraction(self.expansion["factor"]).limit_denominator(64) * self.d_model
+        multiple = int(self.expansion.get("multiple_of", 1))
+        return math.ceil(exact / multiple) * multiple
+
+    def block_of(self, layer: int) -> list[Section]:
+        """The sublayers of one layer as sections, with the options that stand under `model.<name>` merged in."""
+        items = self.layers.get(layer, self.block)
+        sections = [{"name": item} if isinstance(item, str) else dict(item) for item in items]
+        return [{**self.sublayers.get(section["name"], {}), **section} for section in sections]
+
+    def __post_init__(self) -> None:
+        for key in ("d_model", "n_layers", "n_heads", "vocab_size", "context_length"):
+            _positive(f"model.{key}", getattr(self, key))
+        if self.d_model % self.n_heads:
+            raise UserError(
+                f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}: "
+                f"try model.n_heads={_divisor_near(self.d_model, self.n_heads)}"
+            )
+        if self.topology not in ("sequential", "parallel"):
+            raise UserError(f"model.topology={self.topology!r} is neither 'sequential' nor 'parallel'")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"model.dropout={self.dropout} must be at least 0 and below 1")
+        for key in ("embedding_scale", "logit_softcap"):
+            if getattr(self, key) is not None and not getattr(self, key) > 0:
+                raise UserError(f"model.{key}={getattr(self, key)} must be greater than 0")
+        self._check_expansion()
+        self._check_blocks()
+
+    def _check_expansion(self) -> None:
+        unknown = set(self.expansion) - {"factor", "multiple_of"}
+        if unknown:
+            raise UserError(f"model.expansion.{unknown.pop()}: no such option. Known: factor, multiple_of")
+        factor, multiple = self.expansion.get("factor"), self.expansion.get("multiple_of", 1)
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < 1024:
+            raise UserError(f"model.expansion.factor={factor!r} must be a number greater than 0, as in 4 or 2.6667")
+        if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+            raise UserError(f"model.expansion.multiple_of={multiple!r} must be a whole number of at least 1")
+
+    def _check_blocks(self) -> None:
+        for layer in self.layers:
+            if not 0 <= layer < self.n_layers:
+                raise UserError(f"model.layers.{layer}: there are layers 0 to {self.n_layers - 1}")
+        for key, items in [("model.block", self.block), *((f"model.layers.{i}", b) for i, b in self.layers.items())]:
+            if not isinstance(items, list) or not items:
+                raise UserError(f"{key} must be a list of sublayers, as in {key}=[attention,mlp]")
+            for item in items:
+                name = item if isinstance(item, str) else item.get("name") if isinstance(item, Mapping) else None
+                if not isinstance(name, str):
+                    raise UserError(f"{key}: {item!r} is neither a sublayer's name nor {{name: ..., option: ...}}")
+        used = {section["name"] for layer in range(self.n_layers) for section in self.block_of(layer)}
+        for name in self.sublayers:
+            if name not in used and name not in ("attention", "mlp"):  # those two are always in the composed config
+                raise UserError(
+                    f"model.{name}: neither a key of the model nor a sublayer of its blocks. "
+                    f"{nearest(name, [*_fields(ModelConfig), *used])}Sublayers in use: {', '.join(sorted(used))}"
+                )
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop. Steps are optimiser steps everywhere."""
+
+    max_steps: int = 1000
+    """Optimiser steps of the whole run, those before a resume included."""
+    global_batch_size: int = 32
+    """Sequences in one optimiser step, over all devices and micro-batches."""
+    micro_batch_size: int | None = None
+    """Sequences in one forward pass on one device; null derives it from the device and the model."""
+    val_interval: int = 100
+    """Steps between validations; one more follows the last step."""
+    val_batches: int | None = None
+    """Upper bound on the validation batches; null takes the whole validation split."""
+    log_interval: int = 10
+    """Steps between rows of metrics.csv and of every other logger."""
+    checkpoint_interval: int = 500
+    """Steps between checkpoints; one more follows the last step."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay on disk."""
+    clip_norm: float | None = 1.0
+    """Bound on the global gradient norm; null for none."""
+    nonfinite_patience: int = 1
+    """Consecutive steps with a loss that is not finite after which the run stops."""
+    accelerator: str = "auto"
+    """`auto`, `cpu`, `gpu`, or another of Lightning's."""
+    devices: int = 1
+    """Devices on each node."""
+    strategy: str = "auto"
+    """Lightning's strategy: `auto`, `ddp`, ..."""
+    num_nodes: int = 1
+    compile: bool | str = "auto"
+    """torch.compile: true, false, or auto (on for CUDA)."""
+    deterministic: bool = False
+    """Refuse operations that have no deterministic implementation (torch.use_deterministic_algorithms)."""
+    threads: int | None = None
+    """CPU threads of PyTorch; null leaves its own choice."""
+
+    def __post_init__(self) -> None:
+        for key in (
+            "max_steps global_batch_size micro_batch_size val_interval val_batches log_interval "
+            "checkpoint_interval keep_checkpoints nonfinite_patience devices num_nodes threads clip_norm"
+        ).split():
+            if getattr(self, key) is not None:
+                _positive(f"trainer.{key}", getattr(self, key))
+        if self.compile not in (True, False, "auto"):
+            raise UserError(f"trainer.compile={self.compile!r} must be true, false or auto")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    name: str = "mini"
+    """Names the run directory and the run in every logger."""
+    seed: int = 0
+    """Of the initialisation, the order of the data, dropout and samples."""
+    plugins: list[str] = field(default_factory=list)
+    """Files and modules to import first."""
+    resume: str | None = None
+    """A run directory to continue in place."""
+    run_dir: str | None = None
+    """Where the run is written; null for runs/<date>/<time>_<name>."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: Section = _section("verbs")
+    tokenizer: Section = _section("closed")
+    optimizer: Section = _section("adamw")
+    schedule: Section = _section("cosine")
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    precision: Section = _section("auto")
+    logger: Section = _section("csv")
+    callbacks: Section = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed={self.seed} must be a whole number from 0 to 2**63 - 1")
+        if not self.name or self.name in (".", "..") or any(c in self.name for c in "/\\\0\n"):
+            raise UserError(f"name={self.name!r} must be usable as the name of a folder")
+        for key in ("data", "tokenizer", "optimizer", "schedule", "precision", "logger"):
+            if not isinstance(getattr(self, key).get("name"), str):
+                raise UserError(f"{key}.name={getattr(self, key).get('name')!r} must be a name")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        """Read plain containers, as OmegaConf.to_container gives them.
+
+        Raises:
+            UserError: an unknown key, a value of the wrong type, or sizes that do not fit together.
+        """
+        values = dict(values)
+        model = values.get("model", {})
+        if not isinstance(model, Mapping):
+            raise UserError(f"model={model!r} must be a section; select a preset with model=mini")
+        values["model"] = _gather_sublayers(model)
+        return _read(cls, values, "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers; `Config.from_dict` reads them back."""
+        values = dataclasses.asdict(self)
+        values["model"].update(values["model"].pop("sublayers"))
+        return values
+
+
+def _gather_sublayers(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Move `model.<sublayer>.<option>` under `sublayers`, where a field of that name does not exist."""
+    known = set(_fields(ModelConfig)) - {"sublayers"}
+    values = {k: v for k, v in model.items() if k in known}
+    rest = {str(k): v for k, v in model.items() if k not in known}
+    for key, value in rest.items():
+        if not isinstance(value, Mapping):
+            raise UserError(f"model.{key}: no such key. {nearest(key, known)}Known: {', '.join(sorted(known))}")
+    values["sublayers"] = {"attention": {}, "mlp": {}, **{k: dict(v) for k, v in rest.items()}}
+    return values
+
+
+def _fields(cls: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def _read(cls: Any, values: Mapping[str, Any], path: str) -> Any:
+    known = _fields(cls)
+    for key in values:
+        if key not in known:
+            raise UserError(f"{path}{key}: no such key. {nearest(key, known)}Known: {', '.join(known)}")
+    hints = typing.get_type_hints(cls)
+    return cls(**{key: _convert(hints[key], value, path + key) for key, value in values.items()})
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    """Return `value` as `hint`, accepting only conversions that lose nothing (3.0 for 3)."""
+    if hint is Any:
+        return value
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{key}={value!r} must be a section of options")
+        return _read(hint, value, key + ".")
+    kind, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        for argument in (a for a in arguments if a is not type(None)):
+            try:
+                return _convert(argument, value, key)
+            except UserError:
+                continue
+    elif kind is list and isinstance(value, (list, tuple)):
+        return [_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
+    elif kind is dict and isinstance(value, Mapping):
+        return {_convert(arguments[0], k, key): _convert(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
+    elif hint is bool and isinstance(value, bool):
+        return value
+    elif hint is int and not isinstance(value, bool) and isinstance(value, (int, float)) and value == int_or(value):
+        return int(value)
+    elif hint is int and isinstance(value, str) and value.isdecimal():
+        return int(value)
+    elif hint is float and not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value):
+        return float(value)
+    elif hint is str and isinstance(value, str):
+        return value
+    raise UserError(f"{key}={value!r} must be {_words(hint)}")
+
+
+def int_or(value: float) -> int | None:
+    return int(value) if math.isfinite(value) else None
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "a value"}
+
+
+def _words(hint: Any) -> str:
+    kind, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (Union, types.UnionType):
+        return " or ".join(_words(a) for a in arguments)
+    if kind is list:
+        return "a list"
+    if kind is dict:
+        return "a section of options"
+    return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _positive(key: str, value: float) -> None:
+    if not value > 0:
+        raise UserError(f"{key}={value} must be greater than 0")
+
+
+def _divisor_near(number: int, wanted: int) -> int:
+    return min((d for d in range(1, min(number, 65536) + 1) if number % d == 0), key=lambda d: abs(d - wanted))

@@ -1,0 +1,223 @@
+"""One table from (kind, name) to a class or function: everything that a config can name.
+
+    from gptframe.registry import register
+
+    @register("activation", "squared_relu")
+    class SquaredReLU(nn.Module): ...
+
+A config section `{name: squared_relu, option: value}` becomes an object through `build`. A name of the form
+`package.module:Attribute` is imported directly, without registration.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from gptframe.errors import UserError, nearest
+
+T = TypeVar("T")
+
+# What a registered value must be, in the words that `gptframe` shows to people. The modules are imported at the first
+# look-up of their kind, so that a command which builds nothing never waits for torch.
+_MODEL, _DATA, _TRAINING = "gptframe.model.", "gptframe.data.", "gptframe.training."
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "sublayer": (
+        "nn.Module: __init__(cfg: ModelConfig, layer: int, **options), forward(x[B,T,D], ctx: Context) -> delta[B,T,D]",
+        (_MODEL + "attention", _MODEL + "mlp"),
+    ),
+    "norm": ("nn.Module: __init__(dim: int, **options), forward(x[..., dim]) -> [..., dim]", (_MODEL + "norm",)),
+    "activation": (
+        "nn.Module: __init__(**options), forward(x) -> x, or with `inputs = 2` forward(x, gate) -> x",
+        (_MODEL + "activation",),
+    ),
+    "position": (
+        "nn.Module: __init__(cfg: ModelConfig, **options) with `seat` 'embedding' (forward(x, ctx) -> x)"
+        " or 'attention' (rotate(q, k, ctx), score_bias(q_pos, k_pos))",
+        (_MODEL + "position",),
+    ),
+    "norm_placement": ("NormPlacement: a row of the table in gptframe.model.norm", (_MODEL + "norm",)),
+    "init": ("function(role: Role, cfg: ModelConfig, **options) -> standard deviation", (_MODEL + "init",)),
+    "optimizer": ("function(groups: list[dict], **options) -> torch.optim.Optimizer", (_TRAINING + "optimizer",)),
+    "schedule": ("function(step: int, total_steps: int, **options) -> multiplier", (_TRAINING + "schedule",)),
+    "tokenizer": ("class with encode(str) -> list[int], decode(list[int]) -> str, vocab_size", (_DATA + "tokenizer",)),
+    "corpus": ("class with documents(split) -> Iterator[str], fingerprint() -> str", (_DATA + "corpus",)),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered value and where it came from."""
+
+    value: Any
+    file: str
+    line: int
+    module: str
+
+    @property
+    def origin(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+_table: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
+_imported: set[str] = set()
+
+
+def _known_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise UserError(f"unknown registry kind {kind!r}. {nearest(kind, KINDS)}Kinds: {', '.join(KINDS)}")
+
+
+def register(kind: str, name: str, *, replace: bool = False) -> Callable[[T], T]:
+    """Return a decorator that enters a class, function or row under `(kind, name)`.
+
+    Raises:
+        UserError: `kind` is unknown, `name` is not a plain name, or the name is taken (both origins are named).
+    """
+    _known_kind(kind)
+    if not isinstance(name, str) or not name.replace("_", "").isalnum():
+        raise UserError(f"{name!r} cannot be the name of a {kind}: use letters, digits and underscores")
+    caller = sys._getframe(1)
+
+    def enter(value: T) -> T:
+        file, line = caller.f_code.co_filename, caller.f_lineno
+        if inspect.isclass(value) or inspect.isfunction(value):
+            try:
+                file, line = inspect.getsourcefile(value) or file, inspect.getsourcelines(value)[1]
+            except (OSError, TypeError):  # defined without a source file, as in a notebook or a REPL
+                pass
+        entry = Entry(value, file, line, getattr(value, "__module__", caller.f_globals.get("__name__", "?")))
+        taken = _table[kind].get(name)
+        if taken is None and not entry.module.startswith("gptframe."):
+            _import_builtins(kind)
+            taken = _table[kind].get(name)
+        if taken is not None and not replace:
+            raise UserError(
+                f"{kind} {name!r} is registered twice: {taken.origin} and {entry.origin}. "
+                f"Rename one, or use @register({kind!r}, {name!r}, replace=True)"
+            )
+        _table[kind][name] = entry
+        return value
+
+    return enter
+
+
+def _import_builtins(kind: str) -> None:
+    for module in KINDS[kind][1]:
+        if module not in _imported:
+            _imported.add(module)
+            importlib.import_module(module)
+
+
+def forget(module: str) -> None:
+    """Remove what `module` registered: a plugin whose import failed half-way must leave nothing behind."""
+    for rows in _table.values():
+        for name in [name for name, found in rows.items() if found.module == module]:
+            del rows[name]
+
+
+def names(kind: str) -> list[str]:
+    """All names registered under `kind`, sorted."""
+    _known_kind(kind)
+    _import_builtins(kind)
+    return sorted(_table[kind])
+
+
+def entry(kind: str, name: str, key: str = "") -> Entry:
+    """Return the `Entry` of a name, importing it where the name is `package.module:Attribute`.
+
+    Args:
+        key: the config key that holds the name, for the message.
+
+    Raises:
+        UserError: nothing has that name (the nearest and all known names are listed).
+    """
+    known = names(kind)
+    where = f"{key}: " if key else ""
+    if isinstance(name, str) and ":" in name:
+        return _import_path(kind, name, where)
+    if name not in _table[kind]:
+        raise UserError(
+            f"{where}unknown {kind} {name!r}. {nearest(name, known)}Known: {', '.join(known)}. "
+            f"Add one with plugins=[file.py] or plugins=[package.module]"
+        )
+    return _table[kind][name]
+
+
+def _import_path(kind: str, path: str, where: str) -> Entry:
+    module_name, _, attribute = path.partition(":")
+    try:
+        value = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        if not error.name or not (module_name + ".").startswith(error.name + "."):
+            raise  # the module exists and its own import failed: that is its bug, with its own traceback
+        raise UserError(f"{where}{kind} {path!r}: there is no module {error.name!r}") from None
+    except (AttributeError, ValueError):
+        raise UserError(f"{where}{kind} {path!r}: {module_name!r} has no {attribute!r}") from None
+    return Entry(value, getattr(inspect.getmodule(value), "__file__", None) or module_name, 0, module_name)
+
+
+def lookup(kind: str, name: str, key: str = "") -> Any:
+    """Return the value registered under `(kind, name)`; see `entry` for what is raised."""
+    return entry(kind, name, key).value
+
+
+def origin(kind: str, name: str) -> str:
+    """Where a name was registered, as `file:line`."""
+    return entry(kind, name).origin
+
+
+def origins(module_prefix: str = "gptframe.") -> dict[str, str]:
+    """`{"kind/name": "file:line"}` of everything that does not come from `module_prefix`: what plugins added."""
+    return {
+        f"{kind}/{name}": found.origin
+        for kind, rows in _table.items()
+        for name, found in sorted(rows.items())
+        if not found.module.startswith(module_prefix)
+    }
+
+
+def signature_options(value: Any, n_positional: int) -> dict[str, inspect.Parameter]:
+    """The options of a registered class or function: its parameters after the first `n_positional`."""
+    parameters = list(inspect.signature(value).parameters.values())
+    return {p.name: p for p in parameters[n_positional:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def check_options(kind: str, value: Any, options: Mapping[str, Any], n_positional: int, key: str) -> None:
+    """Refuse options that the signature of `value` does not have, or lacks, before anything runs.
+
+    Raises:
+        UserError: an option is unknown or a required one is missing.
+    """
+    known = signature_options(value, n_positional)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(value).parameters.values())
+    name = getattr(value, "__name__", str(value))
+    for option in options:
+        if option not in known and not takes_any:
+            listing = f"Known: {', '.join(known)}" if known else "It has none"
+            raise UserError(f"{key}.{option}: {kind} {name} has no such option. {nearest(option, known)}{listing}")
+    missing = [o for o, p in known.items() if p.default is p.empty and o not in options]
+    if missing:
+        raise UserError(f"{key}: {kind} {name} needs {', '.join(missing)}; add {key}.{missing[0]}=...")
+
+
+def build(kind: str, section: Mapping[str, Any], *args: Any, key: str = "") -> Any:
+    """Build what `section = {"name": ..., **options}` describes: `lookup(kind, name)(*args, **options)`.
+
+    Options are checked against the signature first, so that a TypeError inside the constructor stays what it is: a
+    bug, with its own file and line.
+
+    Raises:
+        UserError: no name, an unknown name, an unknown or missing option.
+    """
+    key = key or kind
+    if not isinstance(section, Mapping) or not section.get("name"):
+        raise UserError(f"{key} needs a name: {key}.name=... Known: {', '.join(names(kind))}")
+    options = {k: v for k, v in section.items() if k != "name"}
+    value = lookup(kind, section["name"], f"{key}.name")
+    check_options(kind, value, options, len(args), key)
+    return value(*args, **options)
