@@ -1,0 +1,111 @@
+"""Causal self-attention: multi-head, grouped-query and multi-query, with window, QK-norm and soft cap as switches."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptframe.config import ModelConfig
+from gptframe.errors import UserError
+from gptframe.model.context import Context
+from gptframe.model.init import with_role
+from gptframe.model.position import position_at
+from gptframe.registry import build, register
+
+
+@register("sublayer", "attention")
+class Attention(nn.Module):
+    """softmax(q k^T / sqrt(head_dim)) v over the tokens up to and including each one (Vaswani et al., 2017).
+
+    Args:
+        n_kv_heads: heads of keys and values; null for n_heads. Fewer is grouped-query attention (Ainslie et al.,
+            2023), 1 is multi-query attention (Shazeer, 2019).
+        window: how many tokens each one sees, itself included (Mistral, 2023); null for all.
+        qk_norm: `none`; `head` normalises each head's queries and keys (Qwen 3); `full` all heads together (OLMo 2).
+        softcap: c in c * tanh(scores / c) (Gemma 2, 2024); null for none.
+        bias: biases of all four projections.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        layer: int,
+        n_kv_heads: int | None = None,
+        window: int | None = None,
+        qk_norm: str = "none",
+        softcap: float | None = None,
+        bias: bool = False,
+    ):
+        super().__init__()
+        self.n_heads, self.head_dim = cfg.n_heads, cfg.head_dim
+        self.n_kv_heads = cfg.n_heads if n_kv_heads is None else n_kv_heads
+        if self.n_kv_heads < 1 or cfg.n_heads % self.n_kv_heads:
+            raise UserError(f"model.n_heads={cfg.n_heads} is not divisible by model.attention.n_kv_heads={n_kv_heads}")
+        if window is not None and window < 1:
+            raise UserError(f"model.attention.window={window} must be at least 1: each token sees itself")
+        if softcap is not None and not softcap > 0:
+            raise UserError(f"model.attention.softcap={softcap} must be greater than 0")
+        self.window, self.softcap, self.dropout = window, softcap, cfg.dropout
+
+        kv_dim = self.n_kv_heads * self.head_dim
+        self.q = nn.Linear(cfg.d_model, cfg.d_model, bias=bias)
+        self.k = nn.Linear(cfg.d_model, kv_dim, bias=bias)
+        self.v = with_role(nn.Linear(cfg.d_model, kv_dim, bias=bias), "value")
+        self.out = with_role(nn.Linear(cfg.d_model, cfg.d_model, bias=bias), "residual")
+        dims = {"none": None, "head": (self.head_dim, self.head_dim), "full": (cfg.d_model, kv_dim)}
+        if qk_norm not in dims:
+            raise UserError(f"model.attention.qk_norm={qk_norm!r} must be one of {', '.join(dims)}")
+        self.norm_full = qk_norm == "full"
+        self.q_norm, self.k_norm = (
+            build("norm", cfg.norm, dim, key="model.norm") if dim else nn.Identity() for dim in dims[qk_norm] or (0, 0)
+        )
+        self.position = position_at("attention", cfg)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)  # [B, T, H * d]
+        if self.norm_full:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # [B, H, T, d]
+        if not self.norm_full:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.position.rotate(q, k, ctx)
+        k_positions = ctx.positions
+        if ctx.cache is not None:
+            k, v = ctx.cache.append(self, k, v)
+            k_positions = ctx.cache.positions
+        y = self.attend(q.to(v.dtype), k.to(v.dtype), v, ctx, k_positions)  # [B, H, T, d]
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, k_positions: Tensor) -> Tensor:
+        """Mix v[B,Hk,S,d] by the pattern of q[B,H,T,d] and k[B,Hk,S,d]; returns [B,H,T,d]."""
+        groups = self.n_heads // self.n_kv_heads
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        dropout = self.dropout if self.training else 0.0
+        bias = self.position.score_bias(ctx.positions, k_positions)
+        plain = bias is None and self.softcap is None and ctx.documents is None and ctx.cache is None
+        if plain and (self.window is None or self.window >= q.shape[2]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        mask = self.mask(ctx, k_positions)
+        if bias is not None:
+            mask = bias.to(q.dtype).masked_fill(~mask, -math.inf)
+        if self.softcap is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)
+        scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        pattern = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+        return F.dropout(pattern, dropout) @ v
+
+    def mask(self, ctx: Context, k_positions: Tensor) -> Tensor:
+        """Bool, broadcastable to [B,H,T,S]: True where a query may look at a key."""
+        distance = ctx.positions[:, None] - k_positions[None, :]  # [T, S]
+        mask = distance >= 0
+        if self.window is not None:
+            mask = mask & (distance < self.window)
+        if ctx.documents is not None:
+            mask = mask & (ctx.documents[:, None, :, None] == ctx.documents[:, None, None, :])
+        return mask

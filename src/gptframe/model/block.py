@@ -1,0 +1,79 @@
+"""The residual stream: a sublayer around a core, and a block of sublayers in sequence or in parallel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gptframe.config import ModelConfig
+from gptframe.errors import UserError
+from gptframe.model.context import Context
+from gptframe.registry import build, entry, lookup
+
+
+class Sublayer(nn.Module):
+    """y = post(x * residual_scale + out(core(pre(x)))); a seat that is not taken holds the identity."""
+
+    def __init__(self, core: nn.Module, name: str, cfg: ModelConfig, residual_scale: float):
+        super().__init__()
+        seats = lookup("norm_placement", cfg.norm_placement["name"], "model.norm_placement.name")
+        self.pre = seat(seats.pre, cfg)
+        self.core = core
+        self.out = seat(seats.out, cfg)
+        self.post = seat(seats.post, cfg)
+        self.dropout = nn.Dropout(cfg.dropout) if cfg.dropout else nn.Identity()
+        self.name, self.residual_scale = name, residual_scale
+
+    def delta(self, x: Tensor, ctx: Context) -> Tensor:
+        """What the sublayer adds to the stream: [B,T,D] -> [B,T,D]."""
+        delta = self.core(self.pre(x), ctx)
+        if not isinstance(delta, Tensor) or delta.shape != x.shape:
+            self._refuse(delta, x)
+        return self.dropout(self.out(delta))
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        return self.post(torch.add(self.delta(x, ctx), x, alpha=self.residual_scale))
+
+    def _refuse(self, delta: object, x: Tensor) -> None:
+        got = list(delta.shape) if isinstance(delta, Tensor) else type(delta).__name__
+        where = self.name if ":" in self.name else entry("sublayer", self.name).origin
+        raise UserError(
+            f"sublayer {self.name!r} ({where}) returned {got} for an input of {list(x.shape)}: they must be equal"
+        )
+
+
+class Block(nn.Module):
+    """Sublayers one after the other."""
+
+    def __init__(self, cfg: ModelConfig, layer: int, residual_scale: float):
+        super().__init__()
+        self.residual_scale = residual_scale
+        for section in cfg.block_of(layer):
+            name = section["name"]
+            label = name.replace(":", "_").replace(".", "_")
+            if hasattr(nn.Module, label):
+                raise UserError(f"model.block: {name!r} is a method of torch.nn.Module and cannot name a sublayer; rename it")
+            core = build("sublayer", section, cfg, layer, key=f"model.{name}")
+            taken = sum(other == label or other.startswith(label + "__") for other, _ in self.named_children())
+            self.add_module(f"{label}__{taken + 1}" if taken else label, Sublayer(core, name, cfg, residual_scale))
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        for sublayer in self.children():
+            x = sublayer(x, ctx)
+        return x
+
+
+class ParallelBlock(Block):
+    """Sublayers side by side on the same stream: x * residual_scale + sum of deltas (GPT-J, 2021)."""
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        deltas = [sublayer.delta(x, ctx) for sublayer in self.children()]
+        return torch.add(sum(deltas[1:], deltas[0]), x, alpha=self.residual_scale)
+
+
+TOPOLOGIES = {"sequential": Block, "parallel": ParallelBlock}
+
+
+def seat(taken: bool, cfg: ModelConfig) -> nn.Module:
+    """A norm over d_model where the seat is taken, else the identity."""
+    return build("norm", cfg.norm, cfg.d_model, key="model.norm") if taken else nn.Identity()

@@ -1,0 +1,121 @@
+"""GPT: embedding, blocks, final norm, head. Start reading here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptframe.config import ModelConfig
+from gptframe.errors import UserError
+from gptframe.model.block import TOPOLOGIES, seat
+from gptframe.model.context import Context, KVCache
+from gptframe.model.init import check_init, initialize, with_role
+from gptframe.model.loss import head_cross_entropy
+from gptframe.model.position import position_at
+from gptframe.registry import lookup
+
+__all__ = ["GPT", "Context", "KVCache", "build_model"]
+
+
+class GPT(nn.Module):
+    """A decoder-only language model, described by a `ModelConfig`.
+
+    Raises:
+        UserError: options that do not exist or do not fit together; nothing has been allocated then.
+    """
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        check_architecture(cfg)
+        self.cfg = cfg
+        placement = lookup("norm_placement", cfg.norm_placement["name"])
+        n_sublayers = sum(len(cfg.block_of(layer)) for layer in range(cfg.n_layers))
+        scale = placement.residual_scale(n_sublayers) if cfg.residual_scale is None else cfg.residual_scale
+
+        self.token_embedding = with_role(nn.Embedding(cfg.vocab_size, cfg.d_model), "embedding")
+        self.position = position_at("embedding", cfg)
+        self.embedding_norm = seat(placement.embedding, cfg)
+        self.dropout = nn.Dropout(cfg.dropout) if cfg.dropout else nn.Identity()
+        self.blocks = nn.ModuleList(TOPOLOGIES[cfg.topology](cfg, layer, scale) for layer in range(cfg.n_layers))
+        self.final_norm = seat(placement.final, cfg)
+        self.head = None if cfg.tie_head else with_role(nn.Linear(cfg.d_model, cfg.vocab_size, bias=False), "head")
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D]: the token embedding itself where the head is tied."""
+        return self.token_embedding.weight if self.head is None else self.head.weight
+
+    def stream(self, ids: Tensor, ctx: Context | None = None) -> Tensor:
+        """The residual stream after the final norm: Long[B,T] -> [B,T,D]."""
+        ctx = self._with_positions(ids, ctx)
+        x = self.token_embedding(ids) * self.cfg.embedding_scale  # [B, T, D]
+        x = self.dropout(self.embedding_norm(self.position(x, ctx)))
+        for block in self.blocks:
+            x = block(x, ctx)
+        return self.final_norm(x)
+
+    def forward(self, ids: Tensor, ctx: Context | None = None, targets: Tensor | None = None) -> Tensor:
+        """Logits, or with targets the summed loss.
+
+        Args:
+            ids: Long[B,T], T at most context_length.
+            ctx: positions, documents, cache; see `Context`.
+            targets: Long[B,T]; -100 is ignored.
+
+        Returns:
+            Logits [B,T,V]; with `targets` the SUM of the cross-entropy over tokens, in nats, a float32 scalar.
+        """
+        x = self.stream(ids, ctx)
+        if targets is not None:
+            return head_cross_entropy(x, self.head_weight, targets, self.cfg.logit_softcap)
+        logits = F.linear(x, self.head_weight)
+        cap = self.cfg.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _with_positions(self, ids: Tensor, ctx: Context | None) -> Context:
+        past = len(ctx.cache) if ctx is not None and ctx.cache is not None else 0
+        if past + ids.shape[1] > self.cfg.context_length:
+            raise ValueError(f"{past + ids.shape[1]} tokens exceed the context of {self.cfg.context_length}")
+        ctx = Context() if ctx is None else ctx
+        if ctx.positions is None:
+            ctx = dataclasses.replace(ctx, positions=torch.arange(past, past + ids.shape[1], device=ids.device))
+        if ctx.cache is not None:
+            ctx.cache.advance(ctx.positions)
+        return ctx
+
+
+def check_architecture(cfg: ModelConfig) -> None:
+    """Refuse, by name, what would be ignored or left without a gradient.
+
+    Raises:
+        UserError: the options that do not go together, and what to type instead.
+    """
+    placement = lookup("norm_placement", cfg.norm_placement.get("name", ""), "model.norm_placement.name")
+    check_init(cfg)
+    extra = set(cfg.norm_placement) - {"name"}
+    if extra:
+        raise UserError(f"model.norm_placement.{extra.pop()}: a norm placement has no options")
+    if cfg.topology == "parallel" and placement.post:
+        raise UserError(
+            f"model.topology=parallel has no place for the post norms of norm_placement={cfg.norm_placement['name']}: "
+            f"they would get no gradient. Use norm_placement=pre, or model.topology=sequential"
+        )
+    if cfg.topology == "parallel" and all(len(cfg.block_of(layer)) == 1 for layer in range(cfg.n_layers)):
+        raise UserError("model.topology=parallel needs at least two sublayers in model.block, as in [attention,mlp]")
+    names = {section["name"] for layer in range(cfg.n_layers) for section in cfg.block_of(layer)}
+    position = cfg.position.get("name", "")
+    if names <= {"mlp"} and lookup("position", position, "model.position.name").seat == "attention":
+        raise UserError(f"position={position} acts in attention, and model.block has none: use position=learned or none")
+
+
+def build_model(cfg: ModelConfig, seed: int = 0, device: str | torch.device = "cpu") -> GPT:
+    """A `GPT` initialised from `seed`, on `device`; on "meta" it has shapes and no values."""
+    with torch.device(device), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # for what a plugin's constructor draws itself
+        model = GPT(cfg)
+        if torch.device(device).type != "meta":
+            initialize(model, cfg, seed)
+    return model

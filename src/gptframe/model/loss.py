@@ -1,0 +1,79 @@
+"""Cross-entropy through the output head in chunks, so that the logits of a whole batch never exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+CHUNK_ELEMENTS = 2**24  # logits held at once: 64 MiB in float32
+
+
+def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
+    """Sum over tokens of -log softmax(cap(x weight^T))[target].
+
+    The gradients are computed in the same pass over the chunks, so that backward recomputes nothing.
+
+    Args:
+        x: [..., D], any floating dtype; inside autocast the products run in its dtype.
+        weight: [V, D].
+        targets: Long [...]; tokens with target -100 count for nothing.
+        softcap: c in cap(z) = c * tanh(z / c); None for the identity.
+
+    Returns:
+        A scalar in float32 (float64 for float64 inputs).
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return _HeadCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), softcap)
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+        want_x, want_weight = ctx.needs_input_grad[:2]
+        accumulate = torch.promote_types(x.dtype, torch.float32)
+        w = weight.to(x.dtype)
+        # float16 has no room for probabilities below 6e-8: keep them away from its floor.
+        scale = 16.0 if x.dtype == torch.float16 else 1.0
+        total = torch.zeros((), dtype=accumulate, device=x.device)
+        grad_x = torch.empty_like(x) if want_x else None
+        grad_w = torch.zeros(weight.shape, dtype=accumulate, device=x.device) if want_weight else None
+        chunk = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        for start in range(0, x.shape[0], chunk):
+            xs, ts = x[start : start + chunk], targets[start : start + chunk]
+            logits = F.linear(xs, w).to(accumulate)
+            if softcap is not None:
+                squashed = torch.tanh(logits / softcap)
+                logits = softcap * squashed
+            total += F.cross_entropy(logits, ts, ignore_index=IGNORED, reduction="sum")
+            if not (want_x or want_weight):
+                continue
+            keep = ts != IGNORED
+            grad = torch.softmax(logits, dim=-1)
+            grad.scatter_add_(1, ts.clamp(min=0)[:, None], -torch.ones_like(ts, dtype=grad.dtype)[:, None])
+            grad *= keep[:, None] * scale
+            if softcap is not None:
+                grad *= 1 - squashed.square()
+            grad = grad.to(x.dtype)
+            if grad_x is not None:
+                grad_x[start : start + chunk] = grad @ w
+            if grad_w is not None:
+                grad_w += grad.T @ xs
+        ctx.save_for_backward(grad_x, grad_w)
+        ctx.scale, ctx.weight_dtype = scale, weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+        grad_x, grad_w = ctx.saved_tensors
+        factor = grad_output / ctx.scale
+        return (
+            None if grad_x is None else (grad_x * factor).to(grad_x.dtype),
+            None if grad_w is None else (grad_w * factor).to(ctx.weight_dtype),
+            None,
+            None,
+        )

@@ -1,0 +1,37 @@
+"""The position-wise MLP: expand, activate, contract."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptframe.config import ModelConfig
+from gptframe.model.init import with_role
+from gptframe.registry import build, register
+
+
+@register("sublayer", "mlp")
+class MLP(nn.Module):
+    """down(act(up(x))), or down(act(up(x), gate(x))) for an activation with two inputs.
+
+    Args:
+        bias: biases of all projections.
+    """
+
+    def __init__(self, cfg: ModelConfig, layer: int, bias: bool = True):
+        super().__init__()
+        self.activation = build("activation", cfg.activation, key="model.activation")
+        self.up = with_role(nn.Linear(cfg.d_model, cfg.hidden, bias=bias), "hidden")
+        gated = getattr(self.activation, "inputs", 1) == 2
+        self.gate = with_role(nn.Linear(cfg.d_model, cfg.hidden, bias=bias), "hidden") if gated else None
+        self.down = with_role(nn.Linear(cfg.hidden, cfg.d_model, bias=bias), "residual")
+        self.fused = bias and not gated and hasattr(self.activation, "forward_with_bias")
+
+    def forward(self, x: Tensor, ctx: object) -> Tensor:
+        if self.fused:
+            h = self.activation.forward_with_bias(F.linear(x, self.up.weight), self.up.bias)
+        elif self.gate is None:
+            h = self.activation(self.up(x))  # [B, T, hidden]
+        else:
+            h = self.activation(self.up(x), self.gate(x))
+        return self.down(h)
