@@ -297,7 +297,14 @@ def int_or(value: float) -> int | None:
     return int(value) if math.isfinite(value) else None
 
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "a value"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    Any: "a value",
+}
 
 
 def _words(hint: Any) -> str:

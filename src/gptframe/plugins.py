@@ -98,7 +98,9 @@ def _import(action, what: str, module: str | None = None) -> None:
         raise UserError(f"{what}: syntax error at {error.filename}:{error.lineno}: {error.msg}") from None
     except ModuleNotFoundError as error:
         if error.name and module and (module + ".").startswith(error.name + "."):
-            raise UserError(f"{what}: there is no module {error.name!r}; give a .py file or an installed module") from None
+            raise UserError(
+                f"{what}: there is no module {error.name!r}; give a .py file or an installed module"
+            ) from None
         raise UserError(f"{what} needs {error.name!r}, which is not installed: pip install {error.name}") from None
 
 

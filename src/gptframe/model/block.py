@@ -52,7 +52,9 @@ class Block(nn.Module):
             name = section["name"]
             label = name.replace(":", "_").replace(".", "_")
             if hasattr(nn.Module, label):
-                raise UserError(f"model.block: {name!r} is a method of torch.nn.Module and cannot name a sublayer; rename it")
+                raise UserError(
+                    f"model.block: {name!r} is a method of torch.nn.Module and cannot name a sublayer; rename it"
+                )
             core = build("sublayer", section, cfg, layer, key=f"model.{name}")
             taken = sum(other == label or other.startswith(label + "__") for other, _ in self.named_children())
             self.add_module(f"{label}__{taken + 1}" if taken else label, Sublayer(core, name, cfg, residual_scale))

@@ -108,7 +108,9 @@ def check_architecture(cfg: ModelConfig) -> None:
     names = {section["name"] for layer in range(cfg.n_layers) for section in cfg.block_of(layer)}
     position = cfg.position.get("name", "")
     if names <= {"mlp"} and lookup("position", position, "model.position.name").seat == "attention":
-        raise UserError(f"position={position} acts in attention, and model.block has none: use position=learned or none")
+        raise UserError(
+            f"position={position} acts in attention, and model.block has none: use position=learned or none"
+        )
 
 
 def build_model(cfg: ModelConfig, seed: int = 0, device: str | torch.device = "cpu") -> GPT:

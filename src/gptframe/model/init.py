@@ -53,7 +53,9 @@ def normal(role: str, shape: tuple[int, ...], cfg: ModelConfig, std: float = 0.0
 
 
 @register("init", "deepnorm")
-def deepnorm(role: str, shape: tuple[int, ...], cfg: ModelConfig, std: float = 0.02, embedding_std: float | None = None):
+def deepnorm(
+    role: str, shape: tuple[int, ...], cfg: ModelConfig, std: float = 0.02, embedding_std: float | None = None
+):
     """Wang et al. (DeepNet, 2022), decoder-only."""
     if role in ("embedding", "head"):
         return normal(role, shape, cfg, std, embedding_std)

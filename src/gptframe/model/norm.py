@@ -64,6 +64,6 @@ register("norm_placement", "sandwich")(NormPlacement(pre=True, out=True))
 register("norm_placement", "peri")(NormPlacement(pre=True, out=True, embedding=True))
 # Keel (Chen and Wei, 2026): post-norm over a stream scaled by the number of sublayers, with a normalised branch.
 register("norm_placement", "keel")(NormPlacement(pre=True, post=True, final=False, residual_scale=lambda n: float(n)))
-# DeepNorm (Wang et al., 2022), decoder-only: alpha = (2 N)^(1/4) with N layers of two sublayers; init "deepnorm" is its other half.
+# DeepNorm (Wang et al., 2022), decoder-only: alpha = (2 N)^(1/4), 2 N sublayers; init "deepnorm" is its other half.
 register("norm_placement", "deepnorm")(NormPlacement(post=True, final=False, residual_scale=lambda n: n**0.25))
 register("norm_placement", "none")(NormPlacement(final=False))
