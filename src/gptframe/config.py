@@ -36,8 +36,9 @@ class ModelConfig:
     """Number of blocks."""
     n_heads: int = 4
     """Query heads of each attention; d_model / n_heads is the head dimension."""
-    vocab_size: int = 64
-    """Rows of the token embedding. A tokenizer may use fewer, never more."""
+    vocab_size: int | None = 64
+    """Rows of the token embedding. A tokenizer may use fewer, never more. null: as many as the tokenizer has, which is
+    known once it has read the text."""
     context_length: int = 32
     """Longest sequence, in tokens."""
     block: list[Any] = field(default_factory=lambda: ["attention", "mlp"])
@@ -85,7 +86,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for key in ("d_model", "n_layers", "n_heads", "vocab_size", "context_length"):
-            _positive(f"model.{key}", getattr(self, key))
+            if getattr(self, key) is not None:
+                _positive(f"model.{key}", getattr(self, key))
         if self.d_model % self.n_heads:
             raise UserError(
                 f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}: "

@@ -93,6 +93,8 @@ def check_architecture(cfg: ModelConfig) -> None:
     Raises:
         UserError: the options that do not go together, and what to type instead.
     """
+    if cfg.vocab_size is None:
+        raise UserError("model.vocab_size is null until the tokenizer is known; give model.vocab_size=...")
     placement = lookup("norm_placement", cfg.norm_placement.get("name", ""), "model.norm_placement.name")
     check_init(cfg)
     extra = set(cfg.norm_placement) - {"name"}

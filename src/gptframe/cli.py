@@ -1,0 +1,197 @@
+"""The command line: `gptframe train|generate ...`; train.py is its first command."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gptframe import __version__
+from gptframe.errors import UserError
+
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {}
+
+
+def command(name: str, summary: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
+    def enter(function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+        COMMANDS[name] = (summary, function)
+        return function
+
+    return enter
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit code: 0, 2 for a person's mistake, 1 for a bug, 130 and 143 for signals."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: gptframe COMMAND ...\n")
+        print("\n".join(f"  {name:<10} {summary}" for name, (summary, _) in COMMANDS.items()))
+        print("\ngptframe COMMAND --help says more.")
+        return 0
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    try:
+        if arguments[0] not in COMMANDS:
+            from gptframe.errors import nearest
+
+            known = ", ".join(COMMANDS)
+            raise UserError(f"there is no command {arguments[0]!r}. {nearest(arguments[0], COMMANDS)}Commands: {known}")
+        return COMMANDS[arguments[0]][1](arguments[1:])
+    except UserError as error:
+        return _report(error)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `gptframe ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _report(error: BaseException, context: str = "") -> int:
+    print(f"error: {context}{error}", file=sys.stderr)
+    return getattr(error, "exit_code", 2)
+
+
+@command("train", "train a model; the same as python train.py")
+def train(argv: list[str]) -> int:
+    from gptframe import compose
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands us its exceptions instead of printing them
+    import hydra
+
+    compose.prepare_hydra()
+    outcomes: list[int] = []
+
+    def job(cfg: Any) -> None:
+        outcomes.append(_job(cfg))
+
+    saved_argv, sys.argv = sys.argv, ["train.py", *argv]
+    try:
+        hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="train")(job)()
+    except compose.COMPOSE_ERRORS as error:
+        raise UserError(compose.explain(error)) from None
+    finally:
+        sys.argv = saved_argv
+    failed = [code for code in outcomes if code]
+    if len(outcomes) > 1 and failed:
+        print(f"error: {len(failed)} of {len(outcomes)} jobs failed", file=sys.stderr)
+    return failed[0] if failed else 0
+
+
+def _job(cfg: Any) -> int:
+    """One run, alone or in a multirun. Failures are reported here, at once, and the other jobs go on."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    settings = HydraConfig.get()
+    sweep = settings.mode == RunMode.MULTIRUN
+    overrides = list(settings.overrides.task)
+    context = f"job {settings.job.num} ({' '.join(overrides)}): " if sweep else ""
+    try:
+        if not sweep and settings.run.dir != ".":
+            raise UserError("hydra.run.dir is not used here; choose the run directory with run_dir=...")
+        config = read_config(cfg, overrides, settings.runtime.output_dir if sweep else None)
+        from gptframe.training.run import train as run_training
+
+        return run_training(config, overrides).exit_code
+    except UserError as error:
+        return _report(error, context)
+    except Exception:
+        if context:
+            print(f"error: {context.rstrip(': ')} failed", file=sys.stderr)
+        traceback.print_exc()
+        return 1
+
+
+def read_config(cfg: Any, overrides: list[str], output_dir: str | None = None) -> Any:
+    """The checked `Config` of what Hydra composed, with plugins imported and paths made absolute.
+
+    Args:
+        output_dir: the directory that Hydra made for this job of a multirun.
+    """
+    from gptframe import compose, plugins
+    from gptframe.config import Config
+
+    values = compose.to_container(cfg)
+    if values.get("resume"):
+        values = _resumed(values, overrides)
+    elif output_dir is not None and values.get("run_dir") is None:
+        values["run_dir"] = output_dir
+    for key, group in compose.groups().items():
+        section = values.get("model", {}).get(key) if isinstance(values.get("model"), dict) else None
+        if isinstance(section, str):
+            raise UserError(f"model.{key}={section}: options of a group are selected with {key}={section}")
+        if isinstance(values.get(key), str) and group and key not in ("resume", "run_dir", "name"):
+            raise UserError(f"{key}={values[key]}: no such option. Options: {', '.join(group)}")
+    for section in ("data", "tokenizer"):  # a run must find its text again from another directory
+        path = values.get(section, {}).get("path")
+        if isinstance(path, str) and Path(path).expanduser().exists():
+            values[section]["path"] = str(Path(path).expanduser().absolute())
+    config = Config.from_dict(values)
+    origins = plugins.load(config.plugins)
+    return Config.from_dict({**config.to_dict(), "plugins": origins})
+
+
+# What a resumed run may change. Anything else would make it another run.
+RESUMABLE = ("trainer.", "logger", "callbacks", "precision", "plugins")
+
+
+def _resumed(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """The config of the run directory `values["resume"]`, with the allowed `overrides` of the command line applied."""
+    import yaml
+
+    from gptframe import compose
+
+    directory = Path(str(values["resume"])).expanduser()
+    file = directory / "config.yaml"
+    if not directory.is_dir():
+        raise UserError(f"resume={directory}: there is no such directory")
+    if not file.is_file():
+        raise UserError(f"resume={directory} is not a run directory: it has no config.yaml")
+    try:
+        saved = yaml.safe_load(file.read_text(encoding="utf-8"))
+        assert isinstance(saved, dict) and isinstance(saved.get("model"), dict)
+    except (yaml.YAMLError, UnicodeDecodeError, AssertionError):
+        raise UserError(f"resume={directory}: {file} is not the config of a run; restore it from a copy") from None
+    for override in overrides:
+        if override.startswith("~"):
+            raise UserError(f"{override}: a resumed run keeps all of its keys")
+        key, _, option = override.lstrip("+").partition("=")
+        for leaf in compose.keys_of_option(key, option) if key in compose.groups() else [key]:
+            new, old = _at(values, leaf), _at(saved, leaf)
+            if leaf == "resume" or new == old or new is None:  # null stands for a value that the run has derived
+                continue
+            if not leaf.startswith(RESUMABLE) or leaf == "trainer.global_batch_size":
+                raise UserError(
+                    f"{leaf} is {old!r} in {directory} and {new!r} here: a resumed run keeps it. "
+                    f"May change: {', '.join(k.rstrip('.') for k in RESUMABLE)}. For anything else start a new run"
+                )
+            _set(saved, leaf, new)
+    return {**saved, "resume": str(directory.absolute()), "run_dir": None}
+
+
+def _at(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        values = values.setdefault(part, {})
+    values[last] = value
+
+
+@command("generate", "sample text from a run directory")
+def generate(argv: list[str]) -> int:
+    from gptframe.generate import command_line
+
+    return command_line(argv)

@@ -1,0 +1,159 @@
+"""Composes `conf/` with Hydra, and turns Hydra's complaints into a line or two for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gptframe import plugins
+from gptframe.errors import UserError, nearest
+
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException)
+
+
+def conf_dir() -> Path:
+    """The shipped option files: inside the package once installed, at the top of a checkout."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "conf", package.parent.parent / "conf"):
+        if (folder / "train.yaml").is_file():
+            return folder
+    raise FileNotFoundError(f"gptframe's conf/ folder is missing beside {package}")
+
+
+def learning_rate(base: float, d_model: int) -> float:
+    """base * sqrt(768 / d_model), to two digits: wide models want smaller steps."""
+    return float(f"{base * (768 / d_model) ** 0.5:.2g}")
+
+
+def kv_heads(n_heads: int) -> int:
+    """The largest divisor of n_heads that is at most max(2, n_heads // 4)."""
+    return max(d for d in range(1, max(2, n_heads // 4) + 1) if n_heads % d == 0)
+
+
+def prepare_hydra() -> None:
+    """Enter our resolvers, and the option files of installed plugins, into Hydra's tables."""
+    resolvers = {
+        "lr": learning_rate,
+        "kv_heads": kv_heads,
+        "quarter": lambda value: max(1, value // 4),
+        "sqrt": lambda value: float(value) ** 0.5,
+    }
+    for name, function in resolvers.items():
+        OmegaConf.register_new_resolver(f"gptframe.{name}", function, replace=True)
+    store = ConfigStore.instance()
+    for group, option, text in plugins.config_options():
+        node = OmegaConf.create(text)
+        package = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
+        # "installed" must not shadow what ships here or what a user gives with --config-dir
+        if not (conf_dir() / group / f"{option}.yaml").exists():
+            store.store(group=group, name=option, node=node, package=package.group(1) if package else None)
+
+
+def to_container(cfg: DictConfig) -> dict[str, Any]:
+    """Plain containers with all interpolations resolved; `hydra` itself is left out.
+
+    Raises:
+        UserError: an interpolation fails, or a value is missing.
+    """
+    try:
+        values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except COMPOSE_ERRORS as error:
+        raise UserError(explain(error)) from None
+    assert isinstance(values, dict)
+    values.pop("hydra", None)
+    return {str(k): v for k, v in values.items()}
+
+
+def flat_keys(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of nested mappings."""
+    for key, value in values.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flat_keys(value, f"{prefix}{key}.")
+
+
+def groups() -> dict[str, list[str]]:
+    """Group -> options that ship here."""
+    return {
+        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        for folder in sorted(conf_dir().iterdir())
+        if folder.is_dir()
+    }
+
+
+def keys_of_option(group: str, option: str) -> list[str]:
+    """The dotted keys of the composed config that a shipped option file sets.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    file = conf_dir() / group / f"{option}.yaml"
+    if not file.is_file():
+        raise UserError(f"{group}={option}: no such option. {nearest(option, groups()[group])}")
+    text = file.read_text(encoding="utf-8")
+    package = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
+    prefix = package.group(1) if package else group
+    values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    assert isinstance(values, dict)
+    values.pop("defaults", None)
+    keys = list(flat_keys(values, "" if prefix == "_global_" else f"{prefix}."))
+    return [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+
+
+def default_keys() -> list[str]:
+    """The dotted keys of the default config, for suggestions."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return list(flat_keys(OmegaConf.to_container(compose("train"), resolve=False)))  # type: ignore[arg-type]
+
+
+def explain(error: BaseException) -> str:
+    """Hydra's or OmegaConf's complaint in a line or two: what was wrong, and what to type instead."""
+    text = str(error).strip()
+    chain: BaseException | None = error.__cause__ or error.__context__
+    while chain is not None:
+        text += "\n" + str(chain)
+        chain = chain.__cause__ or chain.__context__
+
+    if found := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
+        group, option = found.groups()
+        options = groups().get(group, []) or re.findall(r"^\t(\S+)$", text, re.MULTILINE)
+        return f"{group}={option}: no such option. {nearest(option, options)}Options: {', '.join(options)}"
+    if found := re.search(r"Could not override '([^']+)'", text):
+        return _explain_key(found.group(1), text)
+    if found := re.search(r"Interpolation key '([^']+)' not found", text):
+        where = re.search(r"full_key: (\S+)", text)
+        target = nearest(found.group(1), default_keys())
+        return f"{where.group(1) if where else 'config'}: there is no key {found.group(1)!r} to refer to. {target}".strip()
+    if found := re.search(r"full_key: (\S+)", text):
+        return f"{found.group(1)}: {text.splitlines()[0]}"
+    return " ".join(line.strip() for line in text.splitlines()[:2])
+
+
+def _explain_key(key: str, text: str) -> str:
+    known_groups = groups()
+    last = re.split(r"[./]", key)[-1]
+    if last in known_groups and last != key:
+        return f"{key}: options of a group are selected with {last}=..., one of {', '.join(known_groups[last])}"
+    if "/" in key:
+        return f"{key}: no such group. {nearest(key, known_groups)}Groups: {', '.join(known_groups)}"
+    keys = default_keys()
+    head, _, tail = key.rpartition(".")
+    siblings = [k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == head]
+    near = nearest(tail, siblings) or nearest(key, [*known_groups, *keys])
+    if not near:  # the right name in the wrong section
+        near = nearest(key, [k for k in keys if k.rpartition(".")[2] == tail]) or "".join(
+            f"Did you mean {k!r}? " for k in keys if k.rpartition(".")[2] == tail
+        )
+    listing = f"{'Keys of ' + head if head else 'Keys and groups'}: {', '.join(dict.fromkeys(siblings or [*known_groups]))}"
+    return f"{key}: no such key. {near}{listing}"
