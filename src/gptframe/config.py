@@ -73,10 +73,11 @@ class ModelConfig:
 
     @property
     def hidden(self) -> int:
-        """MLP width. The factor is read as a fraction, so that 8/3 of 768 is 2048 and not one multiple more."""
-        exact = Fraction(self.expansion["factor"]).limit_denominator(64) * self.d_model
-        multiple = int(self.expansion.get("multiple_of", 1))
-        return math.ceil(exact / multiple) * multiple
+        """MLP width. A factor within 1e-4 of thirds is read as thirds, so that 2.6667 of 768 is 2048 and not 2049."""
+        factor, multiple = Fraction(str(self.expansion["factor"])), self.expansion.get("multiple_of", 1)
+        thirds = Fraction(round(factor * 3), 3)
+        exact = thirds if abs(factor - thirds) < Fraction(1, 10_000) and thirds else factor
+        return math.ceil(exact * self.d_model / multiple) * multiple
 
     def block_of(self, layer: int) -> list[Section]:
         """The sublayers of one layer as sections, with the options that stand under `model.<name>` merged in."""
@@ -100,6 +101,9 @@ class ModelConfig:
         for key in ("embedding_scale", "logit_softcap"):
             if getattr(self, key) is not None and not getattr(self, key) > 0:
                 raise UserError(f"model.{key}={getattr(self, key)} must be greater than 0")
+        for key in ("init", "norm_placement", "norm", "activation", "position"):
+            if not isinstance(getattr(self, key).get("name"), str):
+                raise UserError(f"model.{key}.name={getattr(self, key).get('name')!r} must be a name")
         self._check_expansion()
         self._check_blocks()
 
@@ -125,7 +129,11 @@ class ModelConfig:
                 if not isinstance(name, str):
                     raise UserError(f"{key}: {item!r} is neither a sublayer's name nor {{name: ..., option: ...}}")
         used = {section["name"] for layer in range(self.n_layers) for section in self.block_of(layer)}
-        for name in self.sublayers:
+        for name, options in self.sublayers.items():
+            if "name" in options:
+                raise UserError(
+                    f"model.{name}.name: sublayers are chosen in model.block, as in model.block=[attention]"
+                )
             if name not in used and name not in ("attention", "mlp"):  # those two are always in the composed config
                 raise UserError(
                     f"model.{name}: neither a key of the model nor a sublayer of its blocks. "
@@ -243,6 +251,8 @@ def _gather_sublayers(model: Mapping[str, Any]) -> dict[str, Any]:
     rest = {str(k): v for k, v in model.items() if k not in known}
     for key, value in rest.items():
         if not isinstance(value, Mapping):
+            if key in ("attention", "mlp"):
+                raise UserError(f"model.{key}={value!r} must be a section of options")
             raise UserError(f"model.{key}: no such key. {nearest(key, known)}Known: {', '.join(sorted(known))}")
     values["sublayers"] = {"attention": {}, "mlp": {}, **{k: dict(v) for k, v in rest.items()}}
     return values
@@ -258,12 +268,18 @@ def _read(cls: Any, values: Mapping[str, Any], path: str) -> Any:
         if key not in known:
             raise UserError(f"{path}{key}: no such key. {nearest(key, known)}Known: {', '.join(known)}")
     hints = typing.get_type_hints(cls)
-    return cls(**{key: _convert(hints[key], value, path + key) for key, value in values.items()})
+    return cls(**{key: convert(hints[key], value, path + key) for key, value in values.items()})
 
 
-def _convert(hint: Any, value: Any, key: str) -> Any:
-    """Return `value` as `hint`, accepting only conversions that lose nothing (3.0 for 3)."""
-    if hint is Any:
+def convert(hint: Any, value: Any, key: str) -> Any:
+    """Return `value` as `hint`, accepting only conversions that lose nothing (3.0 for 3).
+
+    Hints that are not made of the types of YAML are let through.
+
+    Raises:
+        UserError: `value` is of another type; the message begins with `key`.
+    """
+    if hint is Any or not _is_plain(hint):
         return value
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
@@ -275,28 +291,35 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
             return None
         for argument in (a for a in arguments if a is not type(None)):
             try:
-                return _convert(argument, value, key)
+                return convert(argument, value, key)
             except UserError:
                 continue
     elif kind is list and isinstance(value, (list, tuple)):
-        return [_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
+        return [convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
     elif kind is dict and isinstance(value, Mapping):
-        return {_convert(arguments[0], k, key): _convert(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
+        return {convert(arguments[0], k, key): convert(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
     elif hint is bool and isinstance(value, bool):
         return value
-    elif hint is int and not isinstance(value, bool) and isinstance(value, (int, float)) and value == int_or(value):
+    elif hint is int and not isinstance(value, bool) and isinstance(value, (int, float)) and value == _int_or(value):
         return int(value)
     elif hint is int and isinstance(value, str) and value.isdecimal():
         return int(value)
-    elif hint is float and not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value):
+    elif hint is float and not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) < 1e300:
         return float(value)
     elif hint is str and isinstance(value, str):
         return value
     raise UserError(f"{key}={value!r} must be {_words(hint)}")
 
 
-def int_or(value: float) -> int | None:
-    return int(value) if math.isfinite(value) else None
+def _int_or(value: float) -> int | None:
+    return int(value) if abs(value) < 1e300 else None
+
+
+def _is_plain(hint: Any) -> bool:
+    kind, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (Union, types.UnionType, list, dict):
+        return all(_is_plain(a) for a in arguments)
+    return hint in _WORDS or dataclasses.is_dataclass(hint)
 
 
 _WORDS = {

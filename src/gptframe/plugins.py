@@ -12,7 +12,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def load_entry_points() -> None:
         origin = f"entry point {point.name} ({point.value})"
         if origin not in _loaded:
             distribution = point.dist.name if point.dist else point.value
-            _import(lambda point=point: point.load(), f"the installed plugin {distribution!r}")
+            _import(point.load, f"the installed plugin {distribution!r}", point.module)
             _loaded[origin] = point.value
 
 
@@ -64,7 +64,7 @@ def _load_one(plugin: str, base: Path) -> str:
             raise UserError(f"plugins: {plugin!r} is neither a .py file nor the name of a module")
         sys.path.insert(0, str(base))  # a module beside the user is found as `python -m` would find it
         try:
-            _import(lambda: importlib.import_module(plugin), f"plugins: {plugin}", module=plugin)
+            _import(lambda: importlib.import_module(plugin), f"plugins: {plugin}", plugin)
         finally:
             sys.path.remove(str(base))
         _loaded[plugin] = plugin
@@ -83,25 +83,31 @@ def _import_file(path: Path) -> str:
     sys.modules[name] = module
     loader = spec.loader
     try:
-        _import(lambda: loader.exec_module(module), f"plugins: {path}")
+        _import(lambda: loader.exec_module(module), f"plugins: {path}", name)
     except BaseException:
         del sys.modules[name]
-        registry.forget(name)
         raise
     return name
 
 
-def _import(action, what: str, module: str | None = None) -> None:
+def _import(action: Callable[[], object], what: str, module: str) -> None:
     try:
         action()
     except SyntaxError as error:
+        registry.forget(module)
         raise UserError(f"{what}: syntax error at {error.filename}:{error.lineno}: {error.msg}") from None
     except ModuleNotFoundError as error:
-        if error.name and module and (module + ".").startswith(error.name + "."):
+        registry.forget(module)
+        if not error.name:
+            raise
+        if (module + ".").startswith(error.name + "."):
             raise UserError(
                 f"{what}: there is no module {error.name!r}; give a .py file or an installed module"
             ) from None
         raise UserError(f"{what} needs {error.name!r}, which is not installed: pip install {error.name}") from None
+    except BaseException:
+        registry.forget(module)
+        raise
 
 
 def config_options() -> Iterator[tuple[str, str, str]]:

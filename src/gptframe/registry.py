@@ -14,10 +14,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from gptframe.config import convert
 from gptframe.errors import UserError, nearest
 
 T = TypeVar("T")
@@ -41,7 +43,10 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
         (_MODEL + "position",),
     ),
     "norm_placement": ("NormPlacement: a row of the table in gptframe.model.norm", (_MODEL + "norm",)),
-    "init": ("function(role: Role, cfg: ModelConfig, **options) -> standard deviation", (_MODEL + "init",)),
+    "init": (
+        "function(role: str, shape: tuple, cfg: ModelConfig, **options) -> standard deviation",
+        (_MODEL + "init",),
+    ),
     "optimizer": ("function(groups: list[dict], **options) -> torch.optim.Optimizer", (_TRAINING + "optimizer",)),
     "schedule": ("function(step: int, total_steps: int, **options) -> multiplier", (_TRAINING + "schedule",)),
     "tokenizer": ("class with encode(str) -> list[int], decode(list[int]) -> str, vocab_size", (_DATA + "tokenizer",)),
@@ -57,6 +62,7 @@ class Entry:
     file: str
     line: int
     module: str
+    replaced: Entry | None = None
 
     @property
     def origin(self) -> str:
@@ -81,26 +87,20 @@ def register(kind: str, name: str, *, replace: bool = False) -> Callable[[T], T]
     _known_kind(kind)
     if not isinstance(name, str) or not name.replace("_", "").isalnum():
         raise UserError(f"{name!r} cannot be the name of a {kind}: use letters, digits and underscores")
+    # The origin is where `register` was called, not where the value was defined: that may be in torch.
     caller = sys._getframe(1)
+    file, line, module = caller.f_code.co_filename, caller.f_lineno, caller.f_globals.get("__name__", "?")
 
     def enter(value: T) -> T:
-        file, line = caller.f_code.co_filename, caller.f_lineno
-        if inspect.isclass(value) or inspect.isfunction(value):
-            try:
-                file, line = inspect.getsourcefile(value) or file, inspect.getsourcelines(value)[1]
-            except (OSError, TypeError):  # defined without a source file, as in a notebook or a REPL
-                pass
-        entry = Entry(value, file, line, getattr(value, "__module__", caller.f_globals.get("__name__", "?")))
-        taken = _table[kind].get(name)
-        if taken is None and not entry.module.startswith("gptframe."):
+        if not module.startswith("gptframe."):
             _import_builtins(kind)
-            taken = _table[kind].get(name)
+        taken = _table[kind].get(name)
         if taken is not None and not replace:
             raise UserError(
-                f"{kind} {name!r} is registered twice: {taken.origin} and {entry.origin}. "
+                f"{kind} {name!r} is registered twice: {taken.origin} and {file}:{line}. "
                 f"Rename one, or use @register({kind!r}, {name!r}, replace=True)"
             )
-        _table[kind][name] = entry
+        _table[kind][name] = Entry(value, file, line, module, replaced=taken)
         return value
 
     return enter
@@ -109,15 +109,22 @@ def register(kind: str, name: str, *, replace: bool = False) -> Callable[[T], T]
 def _import_builtins(kind: str) -> None:
     for module in KINDS[kind][1]:
         if module not in _imported:
-            _imported.add(module)
-            importlib.import_module(module)
+            _imported.add(module)  # first, since the module's own `register` calls come back here
+            try:
+                importlib.import_module(module)
+            except BaseException:
+                _imported.discard(module)
+                raise
 
 
 def forget(module: str) -> None:
-    """Remove what `module` registered: a plugin whose import failed half-way must leave nothing behind."""
+    """Undo what `module` registered: a plugin whose import failed half-way must leave nothing behind."""
     for rows in _table.values():
-        for name in [name for name, found in rows.items() if found.module == module]:
-            del rows[name]
+        for name, found in list(rows.items()):
+            if found.module == module:
+                del rows[name]
+                if found.replaced is not None:
+                    rows[name] = found.replaced
 
 
 def names(kind: str) -> list[str]:
@@ -140,7 +147,7 @@ def entry(kind: str, name: str, key: str = "") -> Entry:
     where = f"{key}: " if key else ""
     if isinstance(name, str) and ":" in name:
         return _import_path(kind, name, where)
-    if name not in _table[kind]:
+    if not isinstance(name, str) or name not in _table[kind]:
         raise UserError(
             f"{where}unknown {kind} {name!r}. {nearest(name, known)}Known: {', '.join(known)}. "
             f"Add one with plugins=[file.py] or plugins=[package.module]"
@@ -150,15 +157,24 @@ def entry(kind: str, name: str, key: str = "") -> Entry:
 
 def _import_path(kind: str, path: str, where: str) -> Entry:
     module_name, _, attribute = path.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        raise UserError(f"{where}{kind} {path!r} must be of the form package.module:Attribute")
     try:
-        value = getattr(importlib.import_module(module_name), attribute)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not error.name or not (module_name + ".").startswith(error.name + "."):
             raise  # the module exists and its own import failed: that is its bug, with its own traceback
         raise UserError(f"{where}{kind} {path!r}: there is no module {error.name!r}") from None
-    except (AttributeError, ValueError):
-        raise UserError(f"{where}{kind} {path!r}: {module_name!r} has no {attribute!r}") from None
-    return Entry(value, getattr(inspect.getmodule(value), "__file__", None) or module_name, 0, module_name)
+    if not hasattr(module, attribute):
+        raise UserError(
+            f"{where}{kind} {path!r}: {module_name!r} has no {attribute!r}. {nearest(attribute, vars(module))}".rstrip()
+        )
+    value = getattr(module, attribute)
+    try:
+        line = inspect.getsourcelines(value)[1]
+    except (OSError, TypeError):  # no class or function, or one without a source file
+        line = 1
+    return Entry(value, getattr(module, "__file__", None) or module_name, line, module_name)
 
 
 def lookup(kind: str, name: str, key: str = "") -> Any:
@@ -187,11 +203,14 @@ def signature_options(value: Any, n_positional: int) -> dict[str, inspect.Parame
     return {p.name: p for p in parameters[n_positional:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
-def check_options(kind: str, value: Any, options: Mapping[str, Any], n_positional: int, key: str) -> None:
+def check_options(kind: str, value: Any, options: Mapping[str, Any], n_positional: int, key: str) -> dict[str, Any]:
     """Refuse options that the signature of `value` does not have, or lacks, before anything runs.
 
+    Returns:
+        The options as the annotations of `value` want them (1 as 1.0 for a float).
+
     Raises:
-        UserError: an option is unknown or a required one is missing.
+        UserError: an option is unknown, is not of the annotated type, or a required one is missing.
     """
     known = signature_options(value, n_positional)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(value).parameters.values())
@@ -203,21 +222,41 @@ def check_options(kind: str, value: Any, options: Mapping[str, Any], n_positiona
     missing = [o for o, p in known.items() if p.default is p.empty and o not in options]
     if missing:
         raise UserError(f"{key}: {kind} {name} needs {', '.join(missing)}; add {key}.{missing[0]}=...")
+    try:
+        hints = typing.get_type_hints(value.__init__ if inspect.isclass(value) else value)
+    except (NameError, TypeError, AttributeError):  # a plugin's annotations may name what exists for type checkers only
+        hints = {}
+    return {o: convert(hints[o], v, f"{key}.{o}") if o in hints else v for o, v in options.items()}
+
+
+def check(kind: str, section: Mapping[str, Any], n_positional: int, key: str = "") -> tuple[Any, dict[str, Any]]:
+    """Return what `section = {"name": ..., **options}` names, and its options, without building anything.
+
+    Raises:
+        UserError: no name, an unknown name, an unknown, missing or mistyped option, or something registered that cannot
+            be called as its kind wants it.
+    """
+    key = key or kind
+    if not isinstance(section, Mapping) or not section.get("name"):
+        raise UserError(f"{key} needs a name: {key}.name=... Known: {', '.join(names(kind))}")
+    found = entry(kind, section["name"], f"{key}.name")
+    broken = UserError(f"{kind} {section['name']!r} ({found.origin}) breaks its contract: {KINDS[kind][0]}")
+    if not callable(found.value):
+        raise broken
+    options = {k: v for k, v in section.items() if k != "name"}
+    options = check_options(kind, found.value, options, n_positional, key)
+    try:
+        inspect.signature(found.value).bind(*[None] * n_positional, **options)
+    except TypeError:
+        raise broken from None
+    return found.value, options
 
 
 def build(kind: str, section: Mapping[str, Any], *args: Any, key: str = "") -> Any:
     """Build what `section = {"name": ..., **options}` describes: `lookup(kind, name)(*args, **options)`.
 
-    Options are checked against the signature first, so that a TypeError inside the constructor stays what it is: a
-    bug, with its own file and line.
-
-    Raises:
-        UserError: no name, an unknown name, an unknown or missing option.
+    Everything is checked against the signature first (see `check` for what is raised), so that a TypeError inside the
+    constructor stays what it is: a bug, with its own file and line.
     """
-    key = key or kind
-    if not isinstance(section, Mapping) or not section.get("name"):
-        raise UserError(f"{key} needs a name: {key}.name=... Known: {', '.join(names(kind))}")
-    options = {k: v for k, v in section.items() if k != "name"}
-    value = lookup(kind, section["name"], f"{key}.name")
-    check_options(kind, value, options, len(args), key)
+    value, options = check(kind, section, len(args), key)
     return value(*args, **options)
