@@ -94,7 +94,7 @@ class Attention(nn.Module):
             mask = bias.to(q.dtype).masked_fill(~mask, -math.inf)
         if self.softcap is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-        scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)
+        scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-1, -2)  # in this order float16 does not overflow
         scores = self.softcap * torch.tanh(scores / self.softcap)
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
         pattern = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)

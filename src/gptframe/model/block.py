@@ -51,9 +51,9 @@ class Block(nn.Module):
         for section in cfg.block_of(layer):
             name = section["name"]
             label = name.replace(":", "_").replace(".", "_")
-            if hasattr(nn.Module, label):
+            if hasattr(self, label) and label not in self._modules:
                 raise UserError(
-                    f"model.block: {name!r} is a method of torch.nn.Module and cannot name a sublayer; rename it"
+                    f"model.block: {name!r} is an attribute of every block and cannot name a sublayer; rename it"
                 )
             core = build("sublayer", section, cfg, layer, key=f"model.{name}")
             taken = sum(other == label or other.startswith(label + "__") for other, _ in self.named_children())

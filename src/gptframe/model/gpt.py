@@ -12,10 +12,11 @@ from gptframe.config import ModelConfig
 from gptframe.errors import UserError
 from gptframe.model.block import TOPOLOGIES, seat
 from gptframe.model.context import Context, KVCache
-from gptframe.model.init import check_init, initialize, with_role
+from gptframe.model.init import initialize, with_role
 from gptframe.model.loss import head_cross_entropy
+from gptframe.model.norm import NormPlacement
 from gptframe.model.position import position_at
-from gptframe.registry import lookup
+from gptframe.registry import check, lookup, signature_options
 
 __all__ = ["GPT", "Context", "KVCache", "build_model"]
 
@@ -24,7 +25,7 @@ class GPT(nn.Module):
     """A decoder-only language model, described by a `ModelConfig`.
 
     Raises:
-        UserError: options that do not exist or do not fit together; nothing has been allocated then.
+        UserError: options that do not exist or do not fit together.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -42,6 +43,13 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(TOPOLOGIES[cfg.topology](cfg, layer, scale) for layer in range(cfg.n_layers))
         self.final_norm = seat(placement.final, cfg)
         self.head = None if cfg.tie_head else with_role(nn.Linear(cfg.d_model, cfg.vocab_size, bias=False), "head")
+
+        position = lookup("position", cfg.position["name"])
+        if position.seat == "attention" and not any(isinstance(module, position) for module in self.modules()):
+            raise UserError(
+                f"model.position.name={cfg.position['name']} acts in attention, and nothing in model.block uses it: "
+                f"use position=learned or position=none"
+            )
 
     @property
     def head_weight(self) -> Tensor:
@@ -83,6 +91,8 @@ class GPT(nn.Module):
         if ctx.positions is None:
             ctx = dataclasses.replace(ctx, positions=torch.arange(past, past + ids.shape[1], device=ids.device))
         if ctx.cache is not None:
+            if ctx.documents is not None:
+                raise ValueError("a cache knows no document boundaries: give Context either documents or cache")
             ctx.cache.advance(ctx.positions)
         return ctx
 
@@ -95,8 +105,22 @@ def check_architecture(cfg: ModelConfig) -> None:
     """
     if cfg.vocab_size is None:
         raise UserError("model.vocab_size is null until the tokenizer is known; give model.vocab_size=...")
-    placement = lookup("norm_placement", cfg.norm_placement.get("name", ""), "model.norm_placement.name")
-    check_init(cfg)
+    placement = lookup("norm_placement", cfg.norm_placement["name"], "model.norm_placement.name")
+    if not isinstance(placement, NormPlacement):
+        raise UserError(f"model.norm_placement.name={cfg.norm_placement['name']!r} is no NormPlacement")
+    for kind, n_positional in (("init", 3), ("norm", 1), ("activation", 0), ("position", 1)):
+        check(kind, getattr(cfg, kind), n_positional, f"model.{kind}")
+    sections = [section for layer in range(cfg.n_layers) for section in cfg.block_of(layer)]
+    for section in sections:
+        check("sublayer", section, 2, f"model.{section['name']}")
+    for name in cfg.sublayers.keys() - {section["name"] for section in sections}:
+        known, options = check("sublayer", {"name": name, **cfg.sublayers[name]}, 2, f"model.{name}")
+        for option, parameter in signature_options(known, 2).items():
+            # Presets set biases; that much may be left over when a block is exchanged.
+            if option != "bias" and options.get(option, parameter.default) != parameter.default:
+                raise UserError(
+                    f"model.{name}.{option}={options[option]} does nothing: no block has the sublayer {name}"
+                )
     extra = set(cfg.norm_placement) - {"name"}
     if extra:
         raise UserError(f"model.norm_placement.{extra.pop()}: a norm placement has no options")
@@ -107,12 +131,6 @@ def check_architecture(cfg: ModelConfig) -> None:
         )
     if cfg.topology == "parallel" and all(len(cfg.block_of(layer)) == 1 for layer in range(cfg.n_layers)):
         raise UserError("model.topology=parallel needs at least two sublayers in model.block, as in [attention,mlp]")
-    names = {section["name"] for layer in range(cfg.n_layers) for section in cfg.block_of(layer)}
-    position = cfg.position.get("name", "")
-    if names <= {"mlp"} and lookup("position", position, "model.position.name").seat == "attention":
-        raise UserError(
-            f"position={position} acts in attention, and model.block has none: use position=learned or none"
-        )
 
 
 def build_model(cfg: ModelConfig, seed: int = 0, device: str | torch.device = "cpu") -> GPT:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gptframe.config import ModelConfig
-from gptframe.registry import build, check_options, lookup, register
+from gptframe.registry import build, lookup, register
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -66,12 +66,6 @@ def deepnorm(
 def _embedding_std(cfg: ModelConfig, std: float) -> float:
     ends_in_norm = lookup("norm_placement", cfg.norm_placement["name"], "model.norm_placement.name").post
     return min(std, 1 / cfg.d_model) if ends_in_norm and cfg.tie_head else std
-
-
-def check_init(cfg: ModelConfig) -> None:
-    """Refuse an unknown init or option before anything is built."""
-    function = lookup("init", cfg.init.get("name", ""), "model.init.name")
-    check_options("init", function, {k: v for k, v in cfg.init.items() if k != "name"}, 3, "model.init")
 
 
 @torch.no_grad()

@@ -28,6 +28,10 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: floa
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    if (
+        not torch.is_grad_enabled()
+    ):  # inside an autograd.Function one cannot see this, and gradients cost twice the loss
+        x, weight = x.detach(), weight.detach()
     return _HeadCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), softcap)
 
 

@@ -11,7 +11,7 @@ from gptframe.config import ModelConfig
 from gptframe.errors import UserError
 from gptframe.model.context import Context
 from gptframe.model.init import with_role
-from gptframe.registry import build, lookup, register
+from gptframe.registry import build, lookup, origin, register
 
 
 class Position(nn.Module):
@@ -41,7 +41,13 @@ class Position(nn.Module):
 
 def position_at(seat: str, cfg: ModelConfig) -> Position:
     """The configured position if it belongs at `seat`, else one that does nothing."""
-    if lookup("position", cfg.position["name"], "model.position.name").seat != seat:
+    name = cfg.position["name"]
+    cls_seat = getattr(lookup("position", name, "model.position.name"), "seat", None)
+    if cls_seat not in ("embedding", "attention"):
+        raise UserError(
+            f"position {name!r} ({origin('position', name)}): seat={cls_seat!r} must be embedding or attention"
+        )
+    if cls_seat != seat:
         return Position(cfg)
     return build("position", cfg.position, cfg, key="model.position")
 
@@ -69,6 +75,8 @@ class SinusoidalPosition(Position):
         super().__init__(cfg)
         if cfg.d_model % 2:
             raise UserError(f"model.position.name=sinusoidal needs an even model.d_model, not {cfg.d_model}")
+        if not base > 0:
+            raise UserError(f"model.position.base={base} must be greater than 0")
         self.dim, self.base = cfg.d_model, base
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
