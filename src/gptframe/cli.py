@@ -89,10 +89,11 @@ def _job(cfg: Any) -> int:
     """One run, alone or in a multirun. Failures are reported here, at once, and the other jobs go on."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
+    from omegaconf import OmegaConf
 
     settings = HydraConfig.get()
     sweep = settings.mode == RunMode.MULTIRUN
-    overrides = list(settings.overrides.task)
+    overrides = OmegaConf.to_container(settings.overrides.task, resolve=False)
     context = f"job {settings.job.num} ({' '.join(overrides)}): " if sweep else ""
     try:
         if not sweep and settings.run.dir != ".":
@@ -114,12 +115,13 @@ def read_config(cfg: Any, overrides: list[str], output_dir: str | None = None) -
     """The checked `Config` of what Hydra composed, with plugins imported and paths made absolute.
 
     Args:
+        cfg: Hydra's config, or plain containers from `compose.compose_config`.
         output_dir: the directory that Hydra made for this job of a multirun.
     """
     from gptframe import compose, plugins
     from gptframe.config import Config
 
-    values = compose.to_container(cfg)
+    values = cfg if isinstance(cfg, dict) else compose.to_container(cfg)
     if values.get("resume"):
         values = _resumed(values, overrides)
     elif output_dir is not None and values.get("run_dir") is None:
@@ -195,3 +197,17 @@ def generate(argv: list[str]) -> int:
     from gptframe.generate import command_line
 
     return command_line(argv)
+
+
+def _configure(overrides: list[str], config_dirs: list[str]) -> Any:
+    """The checked `Config` of a command that looks at a run without starting it."""
+    from gptframe import compose
+
+    return read_config(compose.compose_config(overrides, config_dirs), overrides)
+
+
+@command("params", "every parameter with its formula, and what they add up to")
+def params(argv: list[str]) -> int:
+    from gptframe.inspect import commands
+
+    return commands.params(argv, _configure)

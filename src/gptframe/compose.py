@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,29 @@ def prepare_hydra() -> None:
         # "installed" must not shadow what ships here or what a user gives with --config-dir
         if not (conf_dir() / group / f"{option}.yaml").exists():
             store.store(group=group, name=option, node=node, package=package.group(1) if package else None)
+
+
+def compose_config(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) -> dict[str, Any]:
+    """What `python train.py OVERRIDES` composes, as plain containers, for commands that do not train.
+
+    Args:
+        config_dirs: folders with options of the user's own, as `--config-dir` adds them.
+
+    Raises:
+        UserError: an override that cannot be composed, explained as `train` explains it.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    prepare_hydra()
+    GlobalHydra.instance().clear()
+    paths = ", ".join("'file://" + str(Path(d).expanduser().absolute()).replace("'", "\\'") + "'" for d in config_dirs)
+    search = [f"hydra.searchpath=[{paths}]"] if config_dirs else []
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            return to_container(compose("train", overrides=[*search, *overrides]))
+    except COMPOSE_ERRORS as error:
+        raise UserError(explain(error)) from None
 
 
 def to_container(cfg: DictConfig) -> dict[str, Any]:

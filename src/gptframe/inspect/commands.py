@@ -1,0 +1,107 @@
+"""The command lines of this folder: what they take, and what they hand to whom. Imports nothing heavy by itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptframe.errors import UserError
+
+Configure = Callable[[list[str], list[str]], Any]
+"""(overrides, config folders) -> the checked Config, with its plugins imported."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a command looks at: a config, and the run directory it is of, if any."""
+
+    config: Any
+    run: Path | None = None
+
+
+def _parser(name: str, description: str, *, run: bool = True) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(f"gptframe {name}", description=description, allow_abbrev=False)
+    what = "a run directory, or group and key overrides" if run else "group and key overrides"
+    parser.add_argument("source", nargs="*", metavar="OVERRIDE", help=f"{what}, as in model=gpt2 activation=swiglu")
+    parser.add_argument("--config-dir", action="append", default=[], help="a folder with options of your own")
+    return parser
+
+
+def read_source(arguments: argparse.Namespace, configure: Configure) -> Source:
+    """The config of the overrides, or of the run directory, that the arguments name.
+
+    Raises:
+        UserError: a run directory that is none, or an override that cannot be composed.
+    """
+    folders = [a for a in arguments.source if "=" not in a and not a.startswith("~")]
+    if not folders:
+        return Source(configure(arguments.source, arguments.config_dir))
+    directory = Path(folders[0]).expanduser()
+    if len(arguments.source) > 1:
+        raise UserError(f"{folders[0]}: give either a run directory or overrides of the form key=value")
+    if not directory.is_dir():
+        raise UserError(f"{folders[0]}: neither an override of the form key=value nor a run directory")
+    return Source(read_run_config(directory), directory)
+
+
+def read_run_config(directory: Path) -> Any:
+    """The config that a run directory holds, with its plugins imported.
+
+    Raises:
+        UserError: it is not a run directory.
+    """
+    from gptframe import plugins
+    from gptframe.training.directory import read_config
+
+    config = read_config(directory)
+    plugins.load(config.plugins)
+    return config
+
+
+def print_json(value: Any) -> None:
+    """Nothing but JSON on standard output."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def _writable(path: str | None, option: str) -> Path | None:
+    """`path` with its folder made, before any work is done for it."""
+    if path is None:
+        return None
+    file = Path(path).expanduser()
+    if file.is_dir():
+        raise UserError(f"{option} {path} is a folder; give the name of a file")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror}") from None
+    return file
+
+
+def params(argv: list[str], configure: Configure) -> int:
+    """`gptframe params [OVERRIDE ...]`."""
+    parser = _parser("params", "Every parameter with its formula, shape and count, and what they add up to.")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--plot", metavar="FILE.png", help="write a stacked bar chart")
+    parser.add_argument("--all", action="store_true", help="print equal blocks one by one")
+    arguments = parser.parse_intermixed_args(argv)
+    plot = _writable(arguments.plot, "--plot")
+    source = read_source(arguments, configure)
+    from gptframe.inspect import params_report
+    from gptframe.inspect.params import inventory
+
+    found = inventory(source.config.model)
+    if plot:
+        params_report.plot(found, plot)
+    if arguments.json:
+        print_json(found.to_dict())
+    else:
+        params_report.report(found, every_block=arguments.all)
+        if plot:
+            print(f"wrote {plot}")
+    return 0

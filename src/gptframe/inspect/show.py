@@ -1,0 +1,90 @@
+"""Prints for people: tables that keep their shape when piped, and numbers that line up."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+PIPED_WIDTH = 150
+
+
+def show(*renderables: Any, width: int | None = None) -> None:
+    """Write rich renderables to standard output in one piece.
+
+    Colours follow the terminal, NO_COLOR and FORCE_COLOR. A pipe gets plain lines, wide enough not to be folded.
+
+    Raises:
+        BrokenPipeError: the reader has gone (`| head`).
+    """
+    from rich.console import Console
+
+    terminal = sys.stdout.isatty()
+    buffer = io.StringIO()
+    actual = Console()
+    console = Console(
+        file=buffer,
+        force_terminal=actual.is_terminal,
+        color_system=actual.color_system if actual.is_terminal else None,  # type: ignore[arg-type]
+        width=width or (max(actual.width, 60) if terminal else PIPED_WIDTH),
+        highlight=False,
+    )
+    for renderable in renderables:
+        console.print(renderable)
+    text = "\n".join(line.rstrip() for line in buffer.getvalue().split("\n"))
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def table(*columns: str, title: str | None = None, caption: str | None = None) -> Any:
+    """A light table; a column whose title starts with `>` is right-aligned."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(
+        title=title,
+        caption=caption,
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title_justify="left",
+        caption_justify="left",
+        title_style="bold",
+        caption_style="dim",
+        header_style="bold",
+    )
+    for name in columns:
+        made.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
+    return made
+
+
+def size(n_bytes: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} TiB"
+
+
+def short(number: float) -> str:
+    """12_345_678 -> '12.3M'."""
+    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """90 -> '1 min 30 s'."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours / 24:.1f} days"
