@@ -11,6 +11,7 @@ A config section `{name: squared_relu, option: value}` becomes an object through
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -197,9 +198,20 @@ def origins(module_prefix: str = "gptframe.") -> dict[str, str]:
     }
 
 
+_signature = functools.cache(inspect.signature)
+
+
+@functools.cache
+def _hints(value: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(value.__init__ if inspect.isclass(value) else value)
+    except (NameError, TypeError, AttributeError):  # a plugin's annotations may name what exists for type checkers only
+        return {}
+
+
 def signature_options(value: Any, n_positional: int) -> dict[str, inspect.Parameter]:
     """The options of a registered class or function: its parameters after the first `n_positional`."""
-    parameters = list(inspect.signature(value).parameters.values())
+    parameters = list(_signature(value).parameters.values())
     return {p.name: p for p in parameters[n_positional:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
@@ -213,7 +225,7 @@ def check_options(kind: str, value: Any, options: Mapping[str, Any], n_positiona
         UserError: an option is unknown, is not of the annotated type, or a required one is missing.
     """
     known = signature_options(value, n_positional)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(value).parameters.values())
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in _signature(value).parameters.values())
     name = getattr(value, "__name__", str(value))
     for option in options:
         if option not in known and not takes_any:
@@ -222,11 +234,9 @@ def check_options(kind: str, value: Any, options: Mapping[str, Any], n_positiona
     missing = [o for o, p in known.items() if p.default is p.empty and o not in options]
     if missing:
         raise UserError(f"{key}: {kind} {name} needs {', '.join(missing)}; add {key}.{missing[0]}=...")
-    try:
-        hints = typing.get_type_hints(value.__init__ if inspect.isclass(value) else value)
-    except (NameError, TypeError, AttributeError):  # a plugin's annotations may name what exists for type checkers only
-        hints = {}
-    return {o: convert(hints[o], v, f"{key}.{o}") if o in hints else v for o, v in options.items()}
+    hints = _hints(value)
+    typed = {o for o, v in options.items() if o in hints and o in known and not (v is None is known[o].default)}
+    return {o: convert(hints[o], v, f"{key}.{o}") if o in typed else v for o, v in options.items()}
 
 
 def check(kind: str, section: Mapping[str, Any], n_positional: int, key: str = "") -> tuple[Any, dict[str, Any]]:
@@ -246,7 +256,7 @@ def check(kind: str, section: Mapping[str, Any], n_positional: int, key: str = "
     options = {k: v for k, v in section.items() if k != "name"}
     options = check_options(kind, found.value, options, n_positional, key)
     try:
-        inspect.signature(found.value).bind(*[None] * n_positional, **options)
+        _signature(found.value).bind(*[None] * n_positional, **options)
     except TypeError:
         raise broken from None
     return found.value, options
