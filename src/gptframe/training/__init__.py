@@ -1,0 +1,1 @@
+"""From a model and a token store to a trained run directory. Start with run.py."""

@@ -1,0 +1,245 @@
+"""Checkpoints on disk: written whole or not at all, checked before they are trusted, loaded as plain tensors.
+
+A checkpoint is a file of torch.save, `checkpoints/step_00000500.ckpt`. It is written under a temporary name, flushed to
+the disk and renamed, so a process killed at any moment leaves the older ones as they were. Its zip container carries a
+CRC-32 of every record, which tells a truncated or damaged file from a sound one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gptframe.errors import UserError
+
+if TYPE_CHECKING:
+    from gptframe.model import GPT
+
+NAME = re.compile(r"step_(\d+)\.ckpt")
+META = "gptframe"  # our own entry beside Lightning's
+TEMPORARY = ".tmp-"
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:08d}.ckpt"
+
+
+def save(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Write `checkpoint` to `path` atomically, and durably: a crash leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror or error}. Older checkpoints are untouched") from None
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make a rename in `path` survive a power cut. A no-op where directories cannot be opened (Windows)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:  # file systems that refuse fsync on a directory
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def load(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a checkpoint; only tensors and plain containers are ever unpickled.
+
+    Raises:
+        UserError: it is damaged, or not a checkpoint.
+    """
+    reason = damage(path)
+    if reason:
+        raise UserError(f"{path} is damaged: {reason}")
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:  # torch raises pickle, zip and runtime errors of its own here
+        raise UserError(f"{path} is not a checkpoint: {str(error).splitlines()[0]}") from None
+
+
+def damage(path: Path) -> str | None:
+    """Why `path` is not a whole checkpoint, or None: every record is read and compared with its CRC-32."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+            return f"record {broken} does not match its checksum" if broken else None
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError):
+        return f"it is truncated or not a checkpoint ({path.stat().st_size} bytes)"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every checkpoint of a run, newest first, whole or not."""
+    found = [(NAME.fullmatch(p.name), p) for p in (run_dir / "checkpoints").glob("*.ckpt")]
+    return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+
+
+def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint, or None if the run has none yet, and a line for each newer one passed over.
+
+    Raises:
+        UserError: there are checkpoints and all of them are damaged.
+    """
+    notes: list[str] = []
+    for _, path in checkpoints(run_dir):
+        reason = damage(path)
+        if reason is None:
+            return path, notes
+        notes.append(f"{path.name} is damaged ({reason}): going back to an older one")
+    if notes:
+        raise UserError(f"every checkpoint in {run_dir / 'checkpoints'} is damaged; the newest: {notes[0]}")
+    return None, notes
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Delete all but the `keep` newest checkpoints. Call it after a newer one is complete."""
+    for _, path in checkpoints(run_dir)[keep:]:
+        path.unlink(missing_ok=True)
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Delete what a killed process left half-written."""
+    for path in (run_dir / "checkpoints").glob(f"{TEMPORARY}*"):
+        path.unlink(missing_ok=True)
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "model") -> list[str]:
+    """Options of the architecture that differ, as `model.d_model is 64 in the checkpoint and 128 now`."""
+    lines: list[str] = []
+    for key in dict.fromkeys([*saved, *now]):
+        a, b = saved.get(key), now.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            lines += differences(a, b, f"{prefix}.{key}")
+        elif _plain(a) != _plain(b):
+            lines.append(f"{prefix}.{key} is {a} in the checkpoint and {b} now")
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+# What may change without changing the shapes or the meaning of the weights.
+_FREE = ("name", "dropout", "init")
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    """What a whole checkpoint says about itself, without reading its tensors."""
+    try:
+        return torch.load(path, map_location="meta", weights_only=True, mmap=True).get(META, {})
+    except Exception as error:  # as in `load`
+        raise UserError(f"{path} is not a checkpoint: {str(error).splitlines()[0]}") from None
+
+
+def check_plugins(meta: Mapping[str, Any], path: Path) -> None:
+    """Refuse a checkpoint whose plugin is not loaded.
+
+    Args:
+        meta: the checkpoint's own description, `checkpoint["gptframe"]`.
+
+    Raises:
+        UserError: the missing plugin, and where it was.
+    """
+    from gptframe import registry
+
+    for name, origin in meta.get("plugins", {}).items():
+        kind, _, plain = name.partition("/")
+        if plain not in registry.names(kind):
+            raise UserError(
+                f"{path} was written with the {kind} {plain!r} of a plugin ({origin}) that is not loaded: "
+                f"add plugins=[{origin.rpartition(':')[0]}] or install its package"
+            )
+
+
+def check_compatible(meta: Mapping[str, Any], model: Mapping[str, Any], path: Path) -> None:
+    """Refuse a checkpoint of another architecture.
+
+    Args:
+        meta: the checkpoint's own description.
+        model: `ModelConfig` as plain containers.
+
+    Raises:
+        UserError: the differing options.
+    """
+    saved, now = ({k: v for k, v in side.items() if k not in _FREE} for side in (meta.get("model", {}), model))
+    lines = differences(saved, now)
+    if lines:
+        raise UserError(f"{path} is of another architecture: {'; '.join(lines)}")
+
+
+def used_plugins(model: Mapping[str, Any], sections: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """`{"kind/name": "file:line"}` of what this config takes from plugins."""
+    from gptframe import registry
+
+    names: set[str] = set()
+
+    def collect(value: Any) -> None:
+        if isinstance(value, str):
+            names.add(value)
+        elif isinstance(value, Mapping):
+            for inner in value.values():
+                collect(inner)
+        elif isinstance(value, (list, tuple)):
+            for inner in value:
+                collect(inner)
+
+    collect(model)
+    collect({k: v.get("name") for k, v in (sections or {}).items()})
+    return {key: origin for key, origin in registry.origins().items() if key.partition("/")[2] in names}
+
+
+def model_state(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights under the names they have in `GPT`."""
+    prefix = "model."
+    return {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
+
+
+def load_run(run_dir: str | Path, device: str = "cpu") -> tuple[GPT, Any]:
+    """The model of a run with the weights of its newest valid checkpoint, in eval mode, and its tokenizer.
+
+    Raises:
+        UserError: it is not a run directory, has no whole checkpoint, or needs a plugin that is not there.
+    """
+    from gptframe import plugins
+    from gptframe.data.tokenizer import load as load_tokenizer
+    from gptframe.model import build_model
+    from gptframe.training.directory import read_config
+
+    run_dir = Path(run_dir)
+    config = read_config(run_dir)
+    path, notes = newest_valid(run_dir)
+    for note in notes:
+        print(note)
+    if path is None:
+        raise UserError(f"{run_dir} has no checkpoint yet")
+    plugins.load(config.plugins)
+    checkpoint = load(path, device)
+    check_plugins(checkpoint.get(META, {}), path)
+    check_compatible(checkpoint.get(META, {}), config.to_dict()["model"], path)
+    model = build_model(config.model, config.seed, device)
+    model.load_state_dict(model_state(checkpoint))
+    return model.eval(), load_tokenizer(run_dir / "tokenizer")

@@ -1,0 +1,156 @@
+"""The LightningModule: the loss of one optimiser step, its micro-batches, clipping and update.
+
+One batch of the train loader is one optimiser step, so Lightning's counts of batches and of steps agree. Optimisation
+is manual: `training_step` splits the batch in micro-batches and divides each summed loss by the number of targets of
+the whole step, over all ranks. Padding and the split therefore change neither gradient nor loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from gptframe.model import GPT, Context
+from gptframe.registry import build
+from gptframe.training.optimizer import param_groups
+
+IGNORED = -100
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of everything random inside one step (dropout): a pure function, so nothing needs saving."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()[:8], "little") >> 1
+
+
+class GPTModule(pl.LightningModule):
+    """Trains a `GPT`.
+
+    Args:
+        model: the model; only its forward is compiled, so that parameter names stay as they are.
+        optimizer: the config section `{name, **options}`.
+        schedule: multiplier of the learning rate as a function of the step, from 0.
+        micro_batch_size: sequences in a forward pass.
+        clip_norm: bound on the global norm of the gradient; None for none.
+        seed: of dropout.
+        compile: use torch.compile for the training loss.
+        metadata: plain containers to carry in every checkpoint under "gptframe".
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        optimizer: Mapping[str, Any],
+        schedule: Callable[[int], float],
+        *,
+        micro_batch_size: int,
+        clip_norm: float | None = None,
+        seed: int = 0,
+        compile: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ):
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = model
+        self.optimizer_section, self.schedule = dict(optimizer), schedule
+        self.micro_batch_size, self.clip_norm, self.seed = micro_batch_size, clip_norm, seed
+        self.loss_sum: Callable[..., Tensor] = torch.compile(model.forward) if compile else model.forward
+        self.metadata = dict(metadata or {})
+
+        # The last step, for whoever logs it. Tensors, so that nothing waits for a GPU before it must.
+        self.last_loss: Tensor = torch.zeros(())
+        self.last_norm: Tensor = torch.zeros(())
+        self.last_lr = 0.0
+        self.tokens: Tensor | int = 0
+        self.bad_steps = 0  # consecutive steps whose loss or gradient is not finite
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = build("optimizer", self.optimizer_section, param_groups(self.model))
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        # A fused optimiser would unscale fp16 gradients inside its step, after clipping. Lightning is to do it before.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        return optimizer
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        step = self.trainer.global_step
+        torch.manual_seed(step_seed(self.seed, step, self.global_rank))
+        optimizer = self.optimizers()
+        multiplier = self.schedule(step)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * multiplier
+        self.last_lr = optimizer.param_groups[0]["lr"]
+
+        n_targets = self._over_ranks((batch["targets"] != IGNORED).sum())
+        # data-parallel strategies average gradients over ranks; the loss is a mean over the targets of all of them
+        weight = self.trainer.world_size / n_targets.clamp(min=1)
+        micro_batches = split(batch, self.micro_batch_size)
+        total = torch.zeros((), device=self.device)
+        for i, micro in enumerate(micro_batches):
+            with contextlib.nullcontext() if i == len(micro_batches) - 1 else self._no_sync():
+                loss = self.loss_sum(micro["ids"], context(micro), micro["targets"])
+                self.manual_backward(loss * weight)
+            total = total + loss.detach()
+        self.last_loss = self._over_ranks(total) / n_targets.clamp(min=1)
+        self.tokens = self.tokens + n_targets
+        optimizer.step()  # clips in on_before_optimizer_step, where fp16 gradients are already unscaled
+        optimizer.zero_grad(set_to_none=True)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        self.last_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        # An fp16 gradient overflows now and then while the scaler looks for its scale, and the scaler skips that step.
+        finite = self.last_loss.isfinite() if scaler is not None else (self.last_loss + self.last_norm).isfinite()
+        if bool(finite):
+            self.bad_steps = 0
+            if self.clip_norm is not None:
+                clip_grads_with_norm_(parameters, self.clip_norm, self.last_norm)
+        else:
+            self.bad_steps += 1
+            if (
+                scaler is None
+            ):  # the weights must not take in what is not a number: a step without gradients does nothing
+                optimizer.zero_grad(set_to_none=True)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int = 0) -> Tensor:
+        """Summed loss and number of targets, a float64 tensor of two."""
+        sums = torch.zeros(2, dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device)
+        for micro in split(batch, self.micro_batch_size):
+            sums[0] += self.model(micro["ids"], context(micro), micro["targets"]).double()
+            sums[1] += (micro["targets"] != IGNORED).sum()
+        return sums
+
+    def weights_are_finite(self) -> bool:
+        """Whether every parameter is a number. Asked before anything is saved."""
+        norm = get_total_norm([p.detach() for p in self.model.parameters()], norm_type=float("inf"))
+        return bool(norm.isfinite())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["gptframe"] = {**self.metadata, "step": self.trainer.global_step, "tokens": int(self.tokens)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.tokens = checkpoint.get("gptframe", {}).get("tokens", 0)
+
+    def _over_ranks(self, value: Tensor) -> Tensor:
+        return self.trainer.strategy.reduce(value, reduce_op="sum") if self.trainer.world_size > 1 else value
+
+    def _no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        wrapped = self.trainer.strategy.model
+        return wrapped.no_sync() if hasattr(wrapped, "no_sync") else contextlib.nullcontext()
+
+
+def split(batch: Mapping[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    """The micro-batches of a batch: every [B, ...] tensor cut in rows of `size`; the last may be shorter."""
+    parts = {key: value.split(size) for key, value in batch.items()}
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+
+
+def context(batch: Mapping[str, Tensor]) -> Context | None:
+    return Context(documents=batch["documents"]) if "documents" in batch else None
