@@ -198,7 +198,12 @@ def origins(module_prefix: str = "gptframe.") -> dict[str, str]:
     }
 
 
-_signature = functools.cache(inspect.signature)
+@functools.cache
+def _signature(value: Any) -> inspect.Signature:
+    # A module without a constructor has nn.Module's, whose **kwargs are there only to be refused with a TypeError.
+    if getattr(getattr(value, "__init__", None), "__module__", None) == "torch.nn.modules.module":
+        return inspect.Signature()
+    return inspect.signature(value)
 
 
 @functools.cache
