@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORED = -100
 CHUNK_ELEMENTS = 2**24  # logits held at once: 64 MiB in float32
@@ -41,12 +42,12 @@ class _HeadCrossEntropy(torch.autograd.Function):
         want_x, want_weight = ctx.needs_input_grad[:2]
         accumulate = torch.promote_types(x.dtype, torch.float32)
         w = weight.to(x.dtype)
-        # float16 has no room for probabilities below 6e-8: keep them away from its floor.
-        scale = 16.0 if x.dtype == torch.float16 else 1.0
+        # float16 has no room for probabilities below 6e-8 and for sums above 65504: keep away from both.
+        scale, most_rows = (16.0, 1024) if x.dtype == torch.float16 else (1.0, CHUNK_ELEMENTS)
         total = torch.zeros((), dtype=accumulate, device=x.device)
         grad_x = torch.empty_like(x) if want_x else None
         grad_w = torch.zeros(weight.shape, dtype=accumulate, device=x.device) if want_weight else None
-        chunk = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        chunk = min(most_rows, max(1, CHUNK_ELEMENTS // weight.shape[0]))
         for start in range(0, x.shape[0], chunk):
             xs, ts = x[start : start + chunk], targets[start : start + chunk]
             logits = F.linear(xs, w).to(accumulate)
@@ -72,6 +73,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         grad_x, grad_w = ctx.saved_tensors
         factor = grad_output / ctx.scale
