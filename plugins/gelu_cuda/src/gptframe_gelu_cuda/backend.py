@@ -1,0 +1,254 @@
+"""Which implementation runs: finds, builds and loads the compiled kernels, and says why where it cannot.
+
+For each device type: the object that came with the wheel, else one built at first use into a cache, else ATen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import platform
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gptframe_gelu_cuda import toolchain
+
+log = logging.getLogger("gptframe.gelu_cuda")
+
+BACKENDS = ("auto", "cuda", "cpu", "aten")
+_PACKAGE = Path(__file__).resolve().parent
+
+
+class BackendError(RuntimeError):
+    """The backend that was asked for cannot run here; the message says what is missing and what to install."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What serves a device type: `backend` is cuda, cpu or aten; `detail` says from where, or why it is aten."""
+
+    backend: str
+    detail: str
+
+
+_state: dict[str, Loaded] = {}
+_lock = threading.Lock()
+
+
+def status() -> dict[str, str]:
+    """Device type -> the implementation that serves it, for logs and manifests; types not used so far are absent."""
+    return {device: f"{found.backend} ({found.detail})" for device, found in _state.items()}
+
+
+def load(device: torch.device) -> bool:
+    """Make the kernels for `device` available. False where ATen has to compute; says so once, in one line.
+
+    Called by the operators' fallback, so at most once for a device whose kernels load.
+    """
+    kind = device.type
+    with _lock:
+        if kind not in _state:
+            try:
+                _state[kind] = Loaded(kind, _load(kind))
+                log.info("gelu_cuda: %s kernels (%s)", kind, _state[kind].detail)
+            except BackendError as error:
+                reason = str(error)
+                _state[kind] = Loaded("aten", reason.splitlines()[0])
+                log.warning("gelu_cuda: ATen computes on %s: %s", kind, reason)
+        return _state[kind].backend != "aten"
+
+
+def require(backend: str) -> None:
+    """Check that `backend` can be had, and load it unless it is `auto` or `aten`.
+
+    Raises:
+        BackendError: the name is unknown, or something that it needs is missing.
+    """
+    if backend not in BACKENDS:
+        raise BackendError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+    if backend not in ("cuda", "cpu"):
+        return
+    with _lock:
+        found = _state.get(backend)
+        if found is None or found.backend == "aten":
+            detail = _load(backend)  # raises, with the whole message
+            _state[backend] = Loaded(backend, detail)
+            log.info("gelu_cuda: %s kernels (%s)", backend, detail)
+
+
+def _load(kind: str) -> str:
+    if kind == "cuda":
+        return _load_cuda()
+    if kind == "cpu":
+        return _load_cpu()
+    raise BackendError(f"there are no compiled kernels for {kind} devices")
+
+
+def _load_cpu() -> str:
+    why = _open(_PACKAGE / "_cpu.abi3.so")
+    if why is None:
+        return f"{_cpu_variant(_PACKAGE / '_cpu.abi3.so')}, from the wheel"
+    path = _built("cpu")
+    if failure := _open(path):
+        raise BackendError(f"the CPU kernels were built but do not load: {failure}")
+    return f"{_cpu_variant(path)}, built at first use"
+
+
+def _cpu_variant(path: Path) -> str:
+    variant = ctypes.CDLL(str(path)).gptframe_gelu_cpu_variant
+    variant.restype = ctypes.c_char_p
+    return variant().decode()
+
+
+def _load_cuda() -> str:
+    missing = []
+    if torch.version.cuda is None:
+        missing.append(
+            "torch is built without CUDA; install a CUDA build of it (pip install torch --index-url "
+            "https://download.pytorch.org/whl/cu130)"
+        )
+    elif not torch.cuda.is_available():
+        missing.append("no GPU is visible; check nvidia-smi, the driver and CUDA_VISIBLE_DEVICES")
+    wheel = _PACKAGE / "_cuda.abi3.so"
+    if not wheel.is_file() and toolchain.find_nvcc() is None:
+        missing.append(
+            f"the wheel was built without CUDA kernels and nvcc is not found to build them; {toolchain.NVCC_HINT}"
+        )
+    if missing:
+        raise BackendError("backend cuda: " + "; also, ".join(missing))
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        name = torch.cuda.get_device_name()
+        raise BackendError(f"backend cuda: {name} has compute capability {capability[0]}.{capability[1]}, 8.0 is needed")
+    if wheel.is_file() and toolchain.covers(_wheel_architectures(), capability):
+        why = _open(wheel)
+        if why is None:
+            return "from the wheel"
+        log.warning("gelu_cuda: the wheel's CUDA kernels do not load (%s); building them", why)
+    path = _built("cuda", capability)
+    if failure := _open(path):
+        raise BackendError(f"the CUDA kernels were built but do not load: {failure}")
+    return "built at first use"
+
+
+def _wheel_architectures() -> list[tuple[int, str, bool]]:
+    try:
+        return [tuple(arch) for arch in json.loads((_PACKAGE / "_build.json").read_text())["architectures"]]
+    except (OSError, ValueError, KeyError):
+        return toolchain.parse_architectures(toolchain.DEFAULT_ARCHITECTURES)
+
+
+def _open(path: Path) -> str | None:
+    """Load a library of operators; None, or why it does not load."""
+    if not path.is_file():
+        return "it is not there"
+    try:
+        torch.ops.load_library(str(path))
+    except (OSError, RuntimeError) as error:
+        return str(error.__cause__ or error).splitlines()[0]
+    return None
+
+
+def _built(kind: str, capability: tuple[int, int] | None = None) -> Path:
+    """Build a library into the cache, or find it there.
+
+    Raises:
+        BackendError: no compiler, no headers, no writable place, or the compiler failed.
+    """
+    if os.name != "posix":
+        raise BackendError("kernels are built at first use on Linux and macOS only")
+    folder = Path(torch.__file__).resolve().parent
+    if not (folder / "include/torch/csrc/stable/library.h").is_file():
+        raise BackendError(f"torch {torch.__version__} comes without the headers that a build needs")
+    if toolchain.torch_version(folder) < toolchain.MINIMUM_TORCH:
+        raise BackendError(f"torch {torch.__version__} is too old for these kernels; pip install 'torch>=2.13'")
+    try:
+        if kind == "cuda":
+            nvcc = toolchain.find_nvcc()
+            if nvcc is None:
+                raise BackendError(f"nvcc is not found; {toolchain.NVCC_HINT}")
+            archs = toolchain.architectures(nvcc, capability)
+            compiler, command = [nvcc], lambda out: toolchain.cuda_command(nvcc, folder, out, archs)
+        else:
+            cxx = toolchain.find_cxx()
+            if cxx is None:
+                raise BackendError(f"no C++ compiler is found; {toolchain.CXX_HINT}")
+            make = toolchain.epilogue_command if kind == "epilogue" else toolchain.cpu_command
+            compiler, command = cxx, lambda out: make(cxx, folder, out)
+        key = _key(compiler, command(Path("out")))
+        cache = cache_folder()
+        path = cache / f"gelu_{kind}-{key}.so"
+        if path.is_file():
+            return path
+        with _locked(cache / f"gelu_{kind}-{key}.lock"):
+            if not path.is_file():  # another process may have built it while this one waited
+                for stale in cache.glob(f".{path.name}.*"):
+                    stale.unlink(missing_ok=True)  # of a builder that was killed: it no longer holds the lock
+                temporary = cache / f".{path.name}.{os.getpid()}"
+                log.warning("gelu_cuda: building the %s kernels once, into %s", kind, cache)
+                toolchain.run(command(temporary))
+                os.replace(temporary, path)
+        return path
+    except toolchain.CompileError as error:
+        raise BackendError(f"the {kind} kernels cannot be built: {error}") from None
+    except OSError as error:
+        raise BackendError(f"the {kind} kernels cannot be built: {error}") from None
+
+
+def _key(compiler: list[str], command: list[str]) -> str:
+    """Names a build by all that goes into it: sources, torch, the command with its architectures, the compiler."""
+    digest = hashlib.sha256()
+    for source in sorted(toolchain.CSRC.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    facts = [torch.__version__, str(torch.version.cuda), platform.machine(), toolchain.version_text(compiler), *command]
+    digest.update("\0".join(facts).encode())
+    return digest.hexdigest()[:16]
+
+
+def cache_folder() -> Path:
+    """$GPTFRAME_CACHE_DIR, else the user's cache folder, else a private folder in the temporary folder.
+
+    Raises:
+        BackendError: none can be written to.
+    """
+    candidates = []
+    if asked := os.environ.get("GPTFRAME_CACHE_DIR"):
+        candidates.append(Path(asked) / "gelu_cuda")
+    else:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        if os.path.isabs(home):  # "~" stays where neither HOME nor the user database knows a home
+            candidates.append(Path(home) / "gptframe" / "gelu_cuda")
+    candidates.append(Path(tempfile.gettempdir()) / f"gptframe-{os.getuid()}" / "gelu_cuda")
+    tried = []
+    for folder in candidates:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            about = folder.stat()
+            if about.st_uid not in (os.getuid(), 0) or about.st_mode & stat.S_IWOTH:
+                raise OSError("others can write to it")  # code is loaded from here
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError as error:
+            tried.append(f"{folder}: {error.strerror or error}")
+    raise BackendError("no folder for the compiled kernels; set GPTFRAME_CACHE_DIR (" + "; ".join(tried) + ")")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that the kernel releases with the process, however it ends."""
+    import fcntl
+
+    with open(path, "a") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: the rename still keeps builds whole
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

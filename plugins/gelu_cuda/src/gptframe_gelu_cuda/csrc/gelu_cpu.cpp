@@ -1,0 +1,256 @@
+// The CPU kernels: the loops of gelu_cpu_body.h for AVX-512, AVX2 and the baseline, chosen at run time, and their
+// registration as the CPU implementation of the gptframe_gelu operators.
+#include "gelu_torch.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+// GCC needs no -march: each variant is compiled under a target pragma, and the file runs on any x86-64. Other
+// compilers and processors get the baseline, which the compiler may still vectorise.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define GELU_X86_VARIANTS 1
+#include <immintrin.h>
+#endif
+
+#define GELU_FN inline __attribute__((always_inline))
+
+#ifdef GELU_X86_VARIANTS
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2,prefer-vector-width=512")
+#define GELU_ISA 512
+#define GELU_FMAF __builtin_fmaf
+#define GELU_FMA __builtin_fma
+namespace gelu_avx512 {
+#include "gelu_cpu_body.h"
+}
+#undef GELU_ISA
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,bmi,bmi2")
+#define GELU_ISA 256
+namespace gelu_avx2 {
+#include "gelu_cpu_body.h"
+}
+#undef GELU_ISA
+#pragma GCC pop_options
+#endif
+
+// Without a fused multiply-add, one through double serves float; double goes unfused, and is as accurate as ATen's.
+#define GELU_ISA 0
+#undef GELU_FMAF
+#undef GELU_FMA
+#define GELU_FMAF(a, b, c) ((float)((double)(a) * (double)(b) + (double)(c)))
+#define GELU_FMA(a, b, c) ((a) * (b) + (c))
+namespace gelu_baseline {
+#include "gelu_cpu_body.h"
+}
+#undef GELU_ISA
+
+namespace {
+
+using gelu::ScalarType;
+using gelu::Tensor;
+
+// Untyped entry points of one variant, for one type T of x and one type B of the bias.
+struct Loops {
+  void (*forward)(const void* x, void* y, long long n);
+  void (*backward)(const void* g, const void* x, void* dx, long long n);
+  void (*double_backward)(const void* gg, const void* g, const void* x, void* dx, long long n);
+  void (*bias_forward)(const void* x, const void* bias, void* y, long long rows, long long columns);
+  void (*bias_backward)(const void* g, const void* x, const void* bias, void* dx, void* sum, long long rows,
+                        long long columns);
+};
+
+#define GELU_LOOPS(V, T, B)                                                                                        \
+  Loops {                                                                                                          \
+    [](const void* x, void* y, long long n) { V::forward((const V::T*)x, (V::T*)y, n); },                          \
+        [](const void* g, const void* x, void* dx, long long n) {                                                  \
+          V::backward((const V::T*)g, (const V::T*)x, (V::T*)dx, n);                                               \
+        },                                                                                                         \
+        [](const void* gg, const void* g, const void* x, void* dx, long long n) {                                  \
+          V::double_backward((const V::T*)gg, (const V::T*)g, (const V::T*)x, (V::T*)dx, n);                       \
+        },                                                                                                         \
+        [](const void* x, const void* bias, void* y, long long rows, long long columns) {                          \
+          V::bias_forward((const V::T*)x, (const V::B*)bias, (V::T*)y, rows, columns);                             \
+        },                                                                                                         \
+        [](const void* g, const void* x, const void* bias, void* dx, void* sum, long long rows, long long columns) { \
+          V::bias_backward((const V::T*)g, (const V::T*)x, (const V::B*)bias, (V::T*)dx,                           \
+                           (V::Widen<V::T>::W*)sum, rows, columns);                                             \
+        }                                                                                                          \
+  }
+
+// Rows: float32, float64, float16, bfloat16, float16 with a float32 bias, bfloat16 with a float32 bias.
+#define GELU_TABLE(V)                                                                                  \
+  {GELU_LOOPS(V, Float, Float),       GELU_LOOPS(V, Double, Double), GELU_LOOPS(V, Half, Half),        \
+   GELU_LOOPS(V, BFloat16, BFloat16), GELU_LOOPS(V, Half, Float),    GELU_LOOPS(V, BFloat16, Float)}
+
+const Loops baseline_table[6] = GELU_TABLE(gelu_baseline);
+#ifdef GELU_X86_VARIANTS
+const Loops avx2_table[6] = GELU_TABLE(gelu_avx2);
+const Loops avx512_table[6] = GELU_TABLE(gelu_avx512);
+#endif
+
+struct Variant {
+  const char* name;
+  const Loops* table;
+};
+
+// The widest variant that this processor has; GPTFRAME_GELU_CPU=baseline|avx2|avx512 asks for a narrower one.
+Variant choose() {
+#ifdef GELU_X86_VARIANTS
+  const char* asked = std::getenv("GPTFRAME_GELU_CPU");
+  const bool base = asked && !std::strcmp(asked, "baseline"), narrow = asked && !std::strcmp(asked, "avx2");
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512vl");
+  if (has_avx512 && !base && !narrow) return {"avx512", avx512_table};
+  if (has_avx2 && !base) return {"avx2", avx2_table};
+#endif
+  return {"baseline", baseline_table};
+}
+
+const Variant& variant() {
+  static const Variant chosen = choose();
+  return chosen;
+}
+
+const Loops& loops(ScalarType type, bool float_bias = false) {
+  const Loops* table = variant().table;
+  switch (type) {
+    case ScalarType::Float:
+      return table[0];
+    case ScalarType::Double:
+      return table[1];
+    case ScalarType::Half:
+      return table[float_bias ? 4 : 2];
+    default:
+      return table[float_bias ? 5 : 3];
+  }
+}
+
+constexpr int64_t kGrain = 32768;  // elements a thread takes at least, as in ATen
+
+const char* at(const void* p, int64_t i, int64_t size) { return (const char*)p + i * size; }
+char* at(void* p, int64_t i, int64_t size) { return (char*)p + i * size; }
+
+Tensor forward(const Tensor& x) {
+  gelu::check_float(x);
+  Tensor y = torch::stable::empty_like(x);
+  const Tensor in = gelu::laid_out_as(x, y);
+  const Loops& f = loops(x.scalar_type());
+  const void* px = in.const_data_ptr();
+  void* py = y.mutable_data_ptr();
+  const int64_t size = (int64_t)x.element_size();
+  torch::stable::parallel_for(0, x.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    f.forward(at(px, begin, size), at(py, begin, size), end - begin);
+  });
+  return y;
+}
+
+Tensor backward(const Tensor& g, const Tensor& x) {
+  gelu::check_float(x);
+  gelu::check_same(g, x, "the gradient");
+  Tensor dx = torch::stable::empty_like(x);
+  const Tensor in = gelu::laid_out_as(x, dx), grad = gelu::laid_out_as(g, dx);
+  const Loops& f = loops(x.scalar_type());
+  const void *px = in.const_data_ptr(), *pg = grad.const_data_ptr();
+  void* pd = dx.mutable_data_ptr();
+  const int64_t size = (int64_t)x.element_size();
+  torch::stable::parallel_for(0, x.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    f.backward(at(pg, begin, size), at(px, begin, size), at(pd, begin, size), end - begin);
+  });
+  return dx;
+}
+
+Tensor double_backward(const Tensor& gg, const Tensor& g, const Tensor& x) {
+  gelu::check_float(x);
+  gelu::check_same(g, x, "the gradient");
+  gelu::check_same(gg, x, "the gradient's gradient");
+  Tensor dx = torch::stable::empty_like(x);
+  const Tensor in = gelu::laid_out_as(x, dx), grad = gelu::laid_out_as(g, dx), gradgrad = gelu::laid_out_as(gg, dx);
+  const Loops& f = loops(x.scalar_type());
+  const void *px = in.const_data_ptr(), *pg = grad.const_data_ptr(), *pgg = gradgrad.const_data_ptr();
+  void* pd = dx.mutable_data_ptr();
+  const int64_t size = (int64_t)x.element_size();
+  torch::stable::parallel_for(0, x.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    f.double_backward(at(pgg, begin, size), at(pg, begin, size), at(px, begin, size), at(pd, begin, size), end - begin);
+  });
+  return dx;
+}
+
+bool is_float_bias(const Tensor& x, const Tensor& bias) { return bias.scalar_type() != x.scalar_type(); }
+
+Tensor bias_forward(const Tensor& x, const Tensor& bias) {
+  gelu::check_float(x);
+  gelu::check_bias(x, bias);
+  const Tensor in = gelu::contiguous(x), b = gelu::contiguous(bias);
+  Tensor y = torch::stable::empty_like(in);
+  const int64_t columns = bias.size(0), rows = columns ? x.numel() / columns : 0;
+  const Loops& f = loops(x.scalar_type(), is_float_bias(x, bias));
+  const void *px = in.const_data_ptr(), *pb = b.const_data_ptr();
+  void* py = y.mutable_data_ptr();
+  const int64_t stride = columns * (int64_t)x.element_size(), grain = 1 + kGrain / (columns + 1);
+  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    f.bias_forward(at(px, begin, stride), pb, at(py, begin, stride), end - begin, columns);
+  });
+  return y;
+}
+
+// Rows are cut into the same parts whatever the number of threads, each part has its own sums, and the parts are added
+// in order: the bias gradient is the same from run to run.
+std::tuple<Tensor, Tensor> bias_backward(const Tensor& g, const Tensor& x, const Tensor& bias) {
+  gelu::check_float(x);
+  gelu::check_bias(x, bias);
+  gelu::check_same(g, x, "the gradient");
+  const Tensor in = gelu::contiguous(x), b = gelu::contiguous(bias), grad = gelu::contiguous(g);
+  Tensor dx = torch::stable::empty_like(in);
+  const int64_t columns = bias.size(0), rows = columns ? x.numel() / columns : 0;
+  const int64_t per_part = rows > 64 * 16 ? (rows + 63) / 64 : 16, parts = (rows + per_part - 1) / per_part;
+  const bool wide = x.scalar_type() == ScalarType::Double;
+  const auto sum_type = wide ? ScalarType::Double : ScalarType::Float;
+  Tensor partial = torch::stable::new_zeros(x, {parts, columns}, sum_type);
+  Tensor total = torch::stable::new_empty(bias, {columns}, sum_type);
+  const Loops& f = loops(x.scalar_type(), is_float_bias(x, bias));
+  const void *px = in.const_data_ptr(), *pg = grad.const_data_ptr(), *pb = b.const_data_ptr();
+  void *pd = dx.mutable_data_ptr(), *ps = partial.mutable_data_ptr(), *pt = total.mutable_data_ptr();
+  const int64_t stride = columns * (int64_t)x.element_size(), sum_stride = columns * (wide ? 8 : 4);
+  const int64_t grain = 1 + kGrain / (columns * per_part + 1);
+  torch::stable::parallel_for(0, parts, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const int64_t first = p * per_part, last = first + per_part < rows ? first + per_part : rows;
+      f.bias_backward(at(pg, first, stride), at(px, first, stride), pb, at(pd, first, stride), at(ps, p, sum_stride),
+                      last - first, columns);
+    }
+  });
+  std::vector<double> sum((size_t)columns, 0.0);
+  for (int64_t p = 0; p < parts; ++p)
+    for (int64_t c = 0; c < columns; ++c)
+      sum[c] += wide ? ((const double*)ps)[p * columns + c] : (double)((const float*)ps)[p * columns + c];
+  for (int64_t c = 0; c < columns; ++c) {
+    if (wide)
+      ((double*)pt)[c] = sum[c];
+    else
+      ((float*)pt)[c] = (float)sum[c];
+  }
+  if (bias.scalar_type() == sum_type) return {dx, total};
+  Tensor narrow = torch::stable::empty_like(b);
+  torch::stable::copy_(narrow, total);
+  return {dx, narrow};
+}
+
+}  // namespace
+
+// The name of the variant in use, for logs and tests.
+extern "C" __attribute__((visibility("default"))) const char* gptframe_gelu_cpu_variant() { return variant().name; }
+
+STABLE_TORCH_LIBRARY_IMPL(gptframe_gelu, CPU, m) {
+  m.impl("gelu", TORCH_BOX(&forward));
+  m.impl("gelu_backward", TORCH_BOX(&backward));
+  m.impl("gelu_double_backward", TORCH_BOX(&double_backward));
+  m.impl("bias_gelu", TORCH_BOX(&bias_forward));
+  m.impl("bias_gelu_backward", TORCH_BOX(&bias_backward));
+}

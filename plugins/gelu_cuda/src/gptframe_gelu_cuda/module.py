@@ -1,0 +1,91 @@
+"""The activation `gelu_cuda` as a module: chooses a backend and offers the fused forms to the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptframe_gelu_cuda import backend as backends
+from gptframe_gelu_cuda import ops
+
+
+class GeluCuda(nn.Module):
+    """tanh-GELU (Hendrycks and Gimpel, 2016) through compiled kernels.
+
+    Args:
+        backend: `auto` takes the compiled kernel of each tensor's device, or ATen; `cuda` and `cpu` insist on theirs;
+            `aten` never compiles or loads anything.
+        save: what training keeps for the backward. `both` the input and the output of the GELU, the output for the
+            gradient of the projection after it; `input` only the input, and the output is computed once more.
+        epilogue: run the MLP through cuBLASLt's GELU epilogues; refused unless `benchmarks/gelu_epilogue.py` has
+            found it faster on this GPU.
+
+    Raises:
+        BackendError: the backend cannot run here, or an option has no such value.
+    """
+
+    inputs = 1
+
+    def __init__(self, backend: str = "auto", save: str = "both", epilogue: bool = False):
+        super().__init__()
+        backends.require(backend)
+        if save not in ("both", "input"):
+            raise backends.BackendError(f"save must be both or input, not {save!r}")
+        if backend == "aten" and (save != "both" or epilogue):
+            raise backends.BackendError("save=input and epilogue belong to the compiled backends, not to backend=aten")
+        if epilogue:
+            from gptframe_gelu_cuda import epilogue as cublaslt
+
+            cublaslt.require()
+        self.backend, self.save, self.epilogue = backend, save, epilogue
+
+    def _check_device(self, x: Tensor) -> None:
+        if self.backend in ("cuda", "cpu") and x.device.type not in (self.backend, "meta"):
+            raise backends.BackendError(f"backend={self.backend}, but the tensor is on {x.device}; use backend=auto")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """gelu(x), any shape."""
+        if self.backend == "aten":
+            return F.gelu(x, approximate="tanh")
+        self._check_device(x)
+        return ops.gelu(x)
+
+    def forward_with_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+        """gelu(x + bias), x [..., N] and bias [N]."""
+        if self.backend == "aten":
+            return F.gelu(x + bias.to(x.dtype), approximate="tanh")
+        self._check_device(x)
+        return ops.bias_gelu(x, bias)
+
+    @property
+    def forward_mlp(self) -> Callable[..., Tensor] | None:
+        """The whole MLP, where an option asks for more than the activation; else None.
+
+        A function (x [..., D], up_weight [N, D], up_bias [N] or None, down_weight [M, N], down_bias [M] or None)
+        -> [..., M].
+        """
+        if self.epilogue:
+            from gptframe_gelu_cuda import epilogue as cublaslt
+
+            return cublaslt.mlp
+        return self._saving_input if self.save == "input" else None
+
+    def _saving_input(
+        self, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None
+    ) -> Tensor:
+        self._check_device(x)
+        return ops.bias_gelu_linear(F.linear(x, up_weight), up_bias, down_weight, down_bias)
+
+    def manifest(self) -> dict[str, str]:
+        """What ran, for the run's manifest: device type -> implementation and where it came from."""
+        if self.backend == "aten":
+            return {"gelu": f"aten (torch {torch.__version__})"}
+        return {f"gelu on {device}": text for device, text in backends.status().items()}
+
+    def extra_repr(self) -> str:
+        """The options that differ from the defaults."""
+        epilogue = ", epilogue=True" if self.epilogue else ""
+        return f"backend={self.backend}, save={self.save}{epilogue}"
