@@ -302,7 +302,7 @@ def convert(hint: Any, value: Any, key: str) -> Any:
         return value
     elif hint is int and not isinstance(value, bool) and isinstance(value, (int, float)) and value == _int_or(value):
         return int(value)
-    elif hint is int and isinstance(value, str) and value.isdecimal():
+    elif hint is int and isinstance(value, str) and value.isdecimal() and len(value) < 19:
         return int(value)
     elif hint is float and not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) < 1e300:
         return float(value)

@@ -172,10 +172,10 @@ def _import_path(kind: str, path: str, where: str) -> Entry:
         )
     value = getattr(module, attribute)
     try:
-        line = inspect.getsourcelines(value)[1]
+        file, line = inspect.getsourcefile(value) or module_name, inspect.getsourcelines(value)[1]
     except (OSError, TypeError):  # no class or function, or one without a source file
-        line = 1
-    return Entry(value, getattr(module, "__file__", None) or module_name, line, module_name)
+        file, line = getattr(module, "__file__", None) or module_name, 1
+    return Entry(value, file, line, module_name)
 
 
 def lookup(kind: str, name: str, key: str = "") -> Any:
