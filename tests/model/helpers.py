@@ -12,6 +12,8 @@ from gptframe.config import Config, ModelConfig
 from gptframe.model import GPT, build_model
 
 PLACEMENTS = ["pre", "post", "output", "sandwich", "peri", "keel", "deepnorm", "none"]
+POST = ("post", "keel", "deepnorm")  # those with a norm after the addition, which a parallel block has no place for
+TOPOLOGIES = [(t, p) for t in ("sequential", "parallel") for p in PLACEMENTS if not (t == "parallel" and p in POST)]
 ACTIVATIONS = ["gelu_tanh", "gelu_exact", "relu", "squared_relu", "silu", "swiglu", "geglu", "reglu"]
 POSITIONS = {
     "learned": {"name": "learned"},

@@ -102,7 +102,7 @@ def sinusoid(positions, dim, base):
 
 
 def turn(x, positions, dim, base, pairing):
-    """Su et al., "RoFormer", 2021: pairs of the first `dim` entries of x[..., T, d] as complex numbers, times e^(i p w)."""
+    """ "RoFormer", 2021: pairs of the first `dim` entries of x[..., T, d], as complex numbers, times e^(i p w)."""
     if pairing == "interleaved":
         first, second = list(range(0, dim, 2)), list(range(1, dim, 2))
     else:
@@ -262,7 +262,7 @@ def drawn(name, shape, seed):
 
 
 def init_std(name, shape, config):
-    """The table of gptframe/model/init.py from the papers: GPT-2's 0.02 and 1/sqrt(2 N), DeepNet's beta = (8 N)^(-1/4)."""
+    """GPT-2's 0.02 and 1/sqrt(2 N) (Radford et al., 2019), DeepNet's beta = (8 N)^(-1/4) (Wang et al., 2022)."""
     n, section = config["n_layers"], config["init"]
     std = section.get("std", 0.02)
     writes = name.endswith((".core.out.weight", ".core.down.weight"))

@@ -10,13 +10,21 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers import ACTIVATIONS, ATTENTIONS, NORMS, PLACEMENTS, POSITIONS, perturbed, reference_of, small, tokens
+from helpers import (
+    ACTIVATIONS,
+    ATTENTIONS,
+    NORMS,
+    PLACEMENTS,
+    POSITIONS,
+    TOPOLOGIES,
+    perturbed,
+    reference_of,
+    small,
+    tokens,
+)
 from reference import cross_entropy
 
 from gptframe.model import Context, build_model
-
-POST = ("post", "keel", "deepnorm")
-TOPOLOGIES = [(t, p) for t in ("sequential", "parallel") for p in PLACEMENTS if not (t == "parallel" and p in POST)]
 
 
 def assert_agrees(cfg, documents=None):
