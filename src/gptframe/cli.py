@@ -69,14 +69,20 @@ def train(argv: list[str]) -> int:
     compose.prepare_hydra()
     outcomes: list[int] = []
 
+    started = False
+
     def job(cfg: Any) -> None:
+        nonlocal started
+        started = True
         outcomes.append(_job(cfg))
 
     saved_argv, sys.argv = sys.argv, ["train.py", *argv]
     try:
         hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="train")(job)()
-    except compose.COMPOSE_ERRORS as error:
-        raise UserError(compose.explain(error)) from None
+    except Exception as error:
+        if started:
+            raise
+        raise UserError(compose.explain(error)) from None  # Hydra refuses some overrides with bare ValueErrors
     finally:
         sys.argv = saved_argv
     failed = [code for code in outcomes if code]
@@ -122,6 +128,10 @@ def read_config(cfg: Any, overrides: list[str], output_dir: str | None = None) -
     from gptframe.config import Config
 
     values = cfg if isinstance(cfg, dict) else compose.to_container(cfg)
+    for override in overrides:
+        key, _, option = override.partition("=")
+        if key.lstrip("+") in compose.groups() and option.startswith("["):
+            raise UserError(f"{override}: select one option; -m {key}={option.strip('[]')} runs one after the other")
     if values.get("resume"):
         values = _resumed(values, overrides)
     elif output_dir is not None and values.get("run_dir") is None:
@@ -211,3 +221,10 @@ def params(argv: list[str]) -> int:
     from gptframe.inspect import commands
 
     return commands.params(argv, _configure)
+
+
+@command("trace", "one forward pass on paper: every intermediate value by name")
+def trace(argv: list[str]) -> int:
+    from gptframe.inspect import commands
+
+    return commands.trace(argv, _configure)

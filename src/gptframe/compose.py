@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -29,12 +29,13 @@ def conf_dir() -> Path:
 
 def learning_rate(base: float, d_model: int) -> float:
     """base * sqrt(768 / d_model), to two digits: wide models want smaller steps."""
-    return float(f"{base * (768 / d_model) ** 0.5:.2g}")
+    # A width that is refused later must not fail here first, in words about learning rates.
+    return float(f"{base * (768 / max(d_model, 1)) ** 0.5:.2g}")
 
 
 def kv_heads(n_heads: int) -> int:
     """The largest divisor of n_heads that is at most max(2, n_heads // 4)."""
-    return max(d for d in range(1, max(2, n_heads // 4) + 1) if n_heads % d == 0)
+    return max((d for d in range(1, max(2, n_heads // 4) + 1) if n_heads % d == 0), default=1)
 
 
 def prepare_hydra() -> None:
@@ -148,6 +149,12 @@ def explain(error: BaseException) -> str:
         text += "\n" + str(chain)
         chain = chain.__cause__ or chain.__context__
 
+    if isinstance(error, OverrideParseException):
+        example = "quote what holds brackets or spaces, as in 'model.block=[attention,mlp]'"
+        return f"{error.override}: {text.splitlines()[0]}; {example}"
+    if "Ambiguous value for argument" in text:
+        override = text.split("'")[1]
+        return f"{override}: several values need -m, which runs every combination"
     if found := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
         group, option = found.groups()
         options = groups().get(group, []) or re.findall(r"^\t(\S+)$", text, re.MULTILINE)
@@ -157,7 +164,9 @@ def explain(error: BaseException) -> str:
     if found := re.search(r"Interpolation key '([^']+)' not found", text):
         where = re.search(r"full_key: (\S+)", text)
         target = nearest(found.group(1), default_keys())
-        return f"{where.group(1) if where else 'config'}: there is no key {found.group(1)!r} to refer to. {target}".strip()
+        return (
+            f"{where.group(1) if where else 'config'}: there is no key {found.group(1)!r} to refer to. {target}".strip()
+        )
     if found := re.search(r"full_key: (\S+)", text):
         return f"{found.group(1)}: {text.splitlines()[0]}"
     return " ".join(line.strip() for line in text.splitlines()[:2])
@@ -173,10 +182,15 @@ def _explain_key(key: str, text: str) -> str:
     keys = default_keys()
     head, _, tail = key.rpartition(".")
     siblings = [k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == head]
-    near = nearest(tail, siblings) or nearest(key, [*known_groups, *keys])
-    if not near:  # the right name in the wrong section
-        near = nearest(key, [k for k in keys if k.rpartition(".")[2] == tail]) or "".join(
-            f"Did you mean {k!r}? " for k in keys if k.rpartition(".")[2] == tail
-        )
-    listing = f"{'Keys of ' + head if head else 'Keys and groups'}: {', '.join(dict.fromkeys(siblings or [*known_groups]))}"
-    return f"{key}: no such key. {near}{listing}"
+    near = nearest(tail, siblings)
+    if not near:  # the right name in the wrong section, or a wrong section
+        elsewhere = [k for k in keys if k.rpartition(".")[2] == tail and k != key]
+        near = "".join(f"Did you mean {k!r}? " for k in elsewhere[:2]) or nearest(key, {*known_groups, *keys} - {head})
+    title, known = (
+        (f"Keys of {head}", siblings) if head and siblings else ("Keys and groups", [*known_groups, *keys_at_top(keys)])
+    )
+    return f"{key}: no such key. {near}{title}: {', '.join(dict.fromkeys(known))}"
+
+
+def keys_at_top(keys: Sequence[str]) -> list[str]:
+    return [key for key in keys if "." not in key]

@@ -254,6 +254,7 @@ def _gather_sublayers(model: Mapping[str, Any]) -> dict[str, Any]:
             if key in ("attention", "mlp"):
                 raise UserError(f"model.{key}={value!r} must be a section of options")
             raise UserError(f"model.{key}: no such key. {nearest(key, known)}Known: {', '.join(sorted(known))}")
+    values["layers"] = values.get("layers") or {}
     values["sublayers"] = {"attention": {}, "mlp": {}, **{k: dict(v) for k, v in rest.items()}}
     return values
 
