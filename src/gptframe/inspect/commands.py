@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,6 @@ from gptframe.errors import UserError
 
 Configure = Callable[[list[str], list[str]], Any]
 """(overrides, config folders) -> the checked Config, with its plugins imported."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a command looks at: a config, and the run directory it is of, if any."""
-
-    config: Any
-    run: Path | None = None
 
 
 def _parser(name: str, description: str, *, run: bool = True) -> argparse.ArgumentParser:
@@ -32,21 +23,21 @@ def _parser(name: str, description: str, *, run: bool = True) -> argparse.Argume
     return parser
 
 
-def read_source(arguments: argparse.Namespace, configure: Configure) -> Source:
-    """The config of the overrides, or of the run directory, that the arguments name.
+def read_source(arguments: argparse.Namespace, configure: Configure) -> tuple[Any, Path | None]:
+    """The config of the overrides, or of the run directory, that the arguments name; and that directory.
 
     Raises:
         UserError: a run directory that is none, or an override that cannot be composed.
     """
     folders = [a for a in arguments.source if "=" not in a and not a.startswith("~")]
     if not folders:
-        return Source(configure(arguments.source, arguments.config_dir))
+        return configure(arguments.source, arguments.config_dir), None
     directory = Path(folders[0]).expanduser()
     if len(arguments.source) > 1:
         raise UserError(f"{folders[0]}: give either a run directory or overrides of the form key=value")
     if not directory.is_dir():
         raise UserError(f"{folders[0]}: neither an override of the form key=value nor a run directory")
-    return Source(read_run_config(directory), directory)
+    return read_run_config(directory), directory
 
 
 def read_run_config(directory: Path) -> Any:
@@ -91,11 +82,12 @@ def params(argv: list[str], configure: Configure) -> int:
     parser.add_argument("--all", action="store_true", help="print equal blocks one by one")
     arguments = parser.parse_intermixed_args(argv)
     plot = _writable(arguments.plot, "--plot")
-    source = read_source(arguments, configure)
+    config, run = read_source(arguments, configure)
     from gptframe.inspect import params_report
     from gptframe.inspect.params import inventory
+    from gptframe.inspect.source import Source, with_vocabulary
 
-    found = inventory(source.config.model)
+    found = inventory(with_vocabulary(Source(config, run)).model)
     if plot:
         params_report.plot(found, plot)
     if arguments.json:
@@ -105,3 +97,32 @@ def params(argv: list[str], configure: Configure) -> int:
         if plot:
             print(f"wrote {plot}")
     return 0
+
+
+CANONICAL = "I work , you work , he works"
+
+
+def trace(argv: list[str], configure: Configure) -> int:
+    """`gptframe trace [OVERRIDE ... | RUN] --text TEXT`."""
+    parser = _parser("trace", "One forward pass on paper: every intermediate value by name.")
+    tokens = parser.add_mutually_exclusive_group()
+    tokens.add_argument("--text", help=f"what the model reads (default: {CANONICAL!r})")
+    tokens.add_argument("--ids", help="token ids instead of a text, as in --ids 5,6,7")
+    parser.add_argument("--bos", action="store_true", help="put the token that begins a document before them")
+    parser.add_argument("--token", type=int, default=-1, metavar="N", help="whose values are shown (default: the last)")
+    parser.add_argument("--layer", type=int, metavar="N", help="show one block value by value")
+    parser.add_argument("--all", action="store_true", help="list every block of a deep model")
+    parser.add_argument("--show", action="append", default=[], metavar="NAME", help="print one value whole; * matches")
+    parser.add_argument("--names", action="store_true", help="list the names with their meaning")
+    parser.add_argument("--full", metavar="FILE.safetensors", help="write every value to a file")
+    parser.add_argument("--html", metavar="FILE.html", help="write one self-contained page")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    arguments = parser.parse_intermixed_args(argv)
+    full, page = _writable(arguments.full, "--full"), _writable(arguments.html, "--html")
+    if arguments.text is not None and not arguments.text.strip():
+        raise UserError("--text is empty: give a few words, or --ids")
+    config, run = read_source(arguments, configure)
+
+    from gptframe.inspect import trace_command
+
+    return trace_command.run(config, run, arguments, full, page)

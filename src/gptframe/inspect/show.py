@@ -9,7 +9,14 @@ from typing import Any
 PIPED_WIDTH = 150
 
 
-def show(*renderables: Any, width: int | None = None) -> None:
+def width() -> int:
+    """Columns that a line may have."""
+    from rich.console import Console
+
+    return max(Console().width, 60) if sys.stdout.isatty() else PIPED_WIDTH
+
+
+def show(*renderables: Any, columns: int | None = None) -> None:
     """Write rich renderables to standard output in one piece.
 
     Colours follow the terminal, NO_COLOR and FORCE_COLOR. A pipe gets plain lines, wide enough not to be folded.
@@ -19,14 +26,13 @@ def show(*renderables: Any, width: int | None = None) -> None:
     """
     from rich.console import Console
 
-    terminal = sys.stdout.isatty()
     buffer = io.StringIO()
     actual = Console()
     console = Console(
         file=buffer,
         force_terminal=actual.is_terminal,
         color_system=actual.color_system if actual.is_terminal else None,  # type: ignore[arg-type]
-        width=width or (max(actual.width, 60) if terminal else PIPED_WIDTH),
+        width=columns or width(),
         highlight=False,
     )
     for renderable in renderables:
