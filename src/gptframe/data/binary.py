@@ -12,7 +12,7 @@ import numpy as np
 
 from gptframe.data.cache import atomic, fingerprint
 from gptframe.data.documents import Corpus, check_fraction
-from gptframe.data.text import find_files
+from gptframe.data.text import find_files, path_list
 from gptframe.data.tokens import DamagedStore, TokenStore, open_or_write
 from gptframe.errors import UserError
 from gptframe.registry import register
@@ -96,7 +96,7 @@ class BinCorpus(Corpus):
         dtype: str = "auto",
         separator: int | None = None,
     ) -> None:
-        if not path:
+        if not path_list(path):
             raise UserError("data.path is missing: name a token file, for example data.path=train.bin")
         if dtype not in ("auto", *_DTYPES):
             raise UserError(f"data.dtype={dtype!r} must be auto, uint16 or uint32")
@@ -111,9 +111,8 @@ class BinCorpus(Corpus):
             read_tokens(file, dtype)
 
     @staticmethod
-    def _files(path: str | Sequence[str]) -> list[Path]:
-        paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-        return list({f: None for p in paths for f in find_files(os.fspath(p), (".bin",), "token file")})
+    def _files(path: str | Sequence[str] | None) -> list[Path]:
+        return list({f: None for p in path_list(path) for f in find_files(p, (".bin",), "token file")})
 
     def documents(self, split: str) -> Iterator[str]:
         raise UserError(
@@ -131,7 +130,7 @@ class BinCorpus(Corpus):
         train = self._store(self._train, cache_dir)
         if self._val is not None:
             return train, self._store(self._val, cache_dir)
-        cut = len(train) - max(1, round(len(train) * self.val_fraction))
+        cut = max(0, len(train) - max(2, round(len(train) * self.val_fraction)))
         return train.slice(0, cut), train.slice(cut, len(train))
 
     def _store(self, files: list[Path], cache_dir: Path) -> TokenStore:

@@ -30,9 +30,6 @@ class _Validation(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return iter(self.batches)
 
-    def __len__(self) -> int:
-        return len(self.batches)
-
 
 class GPTDataModule(pl.LightningDataModule):
     """Training and validation batches of prepared data.

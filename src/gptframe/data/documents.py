@@ -46,7 +46,7 @@ def cut_tail(text: str, fraction: float) -> tuple[str, str]:
     cut = min(max(len(text) - round(len(text) * fraction), 0), len(text))
     limit = cut + (len(text) - cut) // 2
     for mark in ("\n", " "):
-        found = text.find(mark, cut, limit)
+        found = text.find(mark, max(cut - 1, 0), limit)
         if found >= 0:
             return text[: found + 1], text[found + 1 :]
     return text[:cut], text[cut:]

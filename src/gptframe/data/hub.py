@@ -130,12 +130,13 @@ class HuggingFaceCorpus(Corpus):
         if offline:
             datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
         datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
         try:
             return self._load_with(datasets, split)
         except UserError:
             raise
         except Exception as error:
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            line = _first_line(error)
             if offline:
                 raise UserError(
                     f"data.path: {self.path} is neither a path here nor in the local Hugging Face cache, and "
@@ -146,8 +147,7 @@ class HuggingFaceCorpus(Corpus):
     def _load_with(self, datasets: Any, split: str) -> Any:
         common = {"split": split, "streaming": self.streaming}
         if not self.local:
-            work = lambda: datasets.load_dataset(self.path, self.config, revision=self.revision, **common)  # noqa: E731
-            return work()
+            return datasets.load_dataset(self.path, self.config, revision=self.revision, **common)
         if (self._place / "state.json").exists() or (self._place / "dataset_dict.json").exists():  # save_to_disk
             if self.config is not None:
                 raise UserError(f"data.config has no effect on {self.path}, which save_to_disk wrote: leave it out")
@@ -164,14 +164,15 @@ class HuggingFaceCorpus(Corpus):
             builder = _BUILDERS.get(self._place.suffix.lower())
             if builder is None:
                 raise UserError(f"data.path: {self.path} is none of {', '.join(_BUILDERS)}")
+            if split != "train":
+                raise UserError(f"data.split: {self.path} is one file and one split, 'train', not {split!r}")
             extra = {"sample_by": "document"} if builder == "text" else {}
             return datasets.load_dataset(builder, data_files={split: str(self._place)}, **common, **extra)
         return datasets.load_dataset(str(self._place), self.config, **common)
 
     def _rows(self, split: str) -> Iterator[str]:
         dataset = self._loaded[split]
-        rows = itertools.islice(dataset, self.max_documents)
-        for index, row in enumerate(rows):
+        for index, row in enumerate(self._read(itertools.islice(dataset, self.max_documents))):
             if self.text_column not in row:
                 raise UserError(f"data.text_column={self.text_column}: {self.path} has the columns {', '.join(row)}")
             text = row[self.text_column]
@@ -182,6 +183,12 @@ class HuggingFaceCorpus(Corpus):
                 )
             if text and text.strip():
                 yield text
+
+    def _read(self, rows: Iterator[dict]) -> Iterator[dict]:
+        try:
+            yield from rows
+        except Exception as error:  # a streamed file is read, and its faults are found, only now
+            raise UserError(f"data.path: cannot read {self.path}: {_first_line(error)}") from None
 
     def documents(self, split: str) -> Iterator[str]:
         check_split(split)
@@ -207,6 +214,14 @@ class HuggingFaceCorpus(Corpus):
             self.streaming,
         ]
         return f"hf:{fingerprint(self.path, self.config, self.revision, content, options)}"
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, StopIteration):
+        return "it holds no rows"
+    while error.__cause__ is not None:  # the libraries wrap what happened in what they were doing
+        error = error.__cause__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _listing(place: Path) -> list:

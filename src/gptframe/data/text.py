@@ -54,6 +54,12 @@ def find_files(path: str, suffixes: Sequence[str] | None, what: str) -> list[Pat
     return sorted(once.values())
 
 
+def path_list(path: object) -> list[str]:
+    """One path or several, as texts: a folder named 2024 arrives from the command line as a number."""
+    several = path if isinstance(path, (list, tuple)) else [] if path is None else [path]
+    return [str(p) for p in several if str(p)]
+
+
 def _walk(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise error
@@ -113,13 +119,13 @@ class TextCorpus(Corpus):
     """
 
     def __init__(self, path: str | Sequence[str] | None = None, val_fraction: float = 0.1) -> None:
-        paths = [path] if isinstance(path, (str, os.PathLike)) else list(path or [])
-        if not paths or not all(isinstance(p, (str, os.PathLike)) and os.fspath(p) for p in paths):
+        paths = path_list(path)
+        if not paths:
             raise UserError("data.path is missing: name your text, for example data.path=my.txt")
         self.val_fraction = check_fraction(val_fraction)
-        self.path = ", ".join(os.fspath(p) for p in paths)
+        self.path = ", ".join(paths)
         self.notes = []
-        files = {file: None for p in paths for file in find_files(os.fspath(p), SUFFIXES, "text file")}
+        files = {file: None for p in paths for file in find_files(p, SUFFIXES, "text file")}
         self._files: list[Path] = []
         digest = hashlib.sha256()
         empty = []

@@ -339,6 +339,15 @@ class BPETokenizer(_HuggingFace):
         return inner if inner.get_vocab_size() == size else None
 
 
+def _bounded(text: str, longest: int = 1000) -> Iterator[str]:
+    """`text` in parts without a word or a run of spaces above `longest`: the trainer is quadratic in those."""
+    start = 0
+    for found in re.finditer(rf"\S{{{longest}}}|\s{{{longest}}}", text):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int, min_frequency: int) -> Any:
     """A byte-level BPE with exactly `vocab_size` entries; id 0 is the end of text, 1 to 256 the bytes."""
     from tokenizers import Tokenizer as Inner
@@ -354,7 +363,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, min_frequency: int) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    inner.train_from_iterator((checked(text) for text in texts), trainer)
+    inner.train_from_iterator((part for text in texts for part in _bounded(checked(text))), trainer)
     missing = vocab_size - inner.get_vocab_size()
     if missing > 0:
         inner.add_special_tokens([f"<|reserved_{i}|>" for i in range(missing)])
