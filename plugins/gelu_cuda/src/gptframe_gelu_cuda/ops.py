@@ -170,48 +170,6 @@ _autograd("bias_gelu", _bias_gelu_grad)
 _autograd("bias_gelu_backward", _bias_gelu_backward_grad)
 
 
-def _pointwise_vmap(op: Callable) -> Callable:
-    def rule(info, in_dims, *args):
-        size, rank = info.batch_size, max(a.dim() - (d is not None) for a, d in zip(args, in_dims, strict=True))
-        moved = []
-        for a, d in zip(args, in_dims, strict=True):
-            a = a.unsqueeze(0).expand(size, *a.shape) if d is None else a.movedim(d, 0)
-            moved.append(a.reshape(size, *([1] * (rank + 1 - a.dim())), *a.shape[1:]))
-        return op(*moved), 0
-
-    return rule
-
-
-for _name in ("gelu", "gelu_backward", "gelu_double_backward"):
-    torch.library.register_vmap(f"{_NAMESPACE}::{_name}", _pointwise_vmap(getattr(_ops, _name)), lib=_library)
-
-
-def _bias_gelu_vmap(info, in_dims, x, bias):
-    x_dim, bias_dim = in_dims
-    if bias_dim is None:
-        return _ops.bias_gelu(x.movedim(x_dim, 0), bias), 0
-    x = x.movedim(x_dim, 0) if x_dim is not None else x.unsqueeze(0)
-    bias = bias.movedim(bias_dim, 0)
-    total = x + bias.reshape(bias.shape[0], *([1] * (x.dim() - 2)), bias.shape[1])
-    return _ops.gelu(total).to(x.dtype), 0
-
-
-def _bias_gelu_backward_vmap(info, in_dims, grad, x, bias):
-    size = info.batch_size
-    grad, x, bias = (
-        t.movedim(d, 0) if d is not None else t.unsqueeze(0).expand(size, *t.shape)
-        for t, d in zip((grad, x, bias), in_dims, strict=True)
-    )
-    total = x + bias.reshape(size, *([1] * (x.dim() - 2)), bias.shape[1])
-    dx = _ops.gelu_backward(grad.to(total.dtype), total)
-    db = dx.reshape(size, -1, bias.shape[1]).sum(1) if bias.shape[1] else torch.zeros_like(bias)
-    return (dx.to(x.dtype), db.to(bias.dtype)), (0, 0)
-
-
-torch.library.register_vmap(f"{_NAMESPACE}::bias_gelu", _bias_gelu_vmap, lib=_library)
-torch.library.register_vmap(f"{_NAMESPACE}::bias_gelu_backward", _bias_gelu_backward_vmap, lib=_library)
-
-
 # ---- gelu and the projection after it as one operator, which saves the input of the GELU alone ----
 
 _library.define(
@@ -303,14 +261,22 @@ torch.library.register_autograd(
 # ---- what people call ----
 
 
+def _transformed() -> bool:
+    """Inside torch.func's grad, vmap and the like, which do not know derivatives registered for an operator."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def gelu(x: Tensor) -> Tensor:
     """tanh-GELU, x * sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)) (Hendrycks and Gimpel, 2016), of any shape and stride.
 
     Differentiable any number of times; float32, float64, float16 and bfloat16. Autocast leaves the dtype of x alone.
+    Inside torch.func transforms ATen computes.
 
     Raises:
         RuntimeError: x has another dtype.
     """
+    if _transformed():
+        return F.gelu(x, approximate="tanh")
     return _ops.gelu(x)
 
 
@@ -324,6 +290,8 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit.
     """
+    if _transformed():
+        return F.gelu(x + bias, approximate="tanh").to(x.dtype)
     return _ops.bias_gelu(x, bias)
 
 
@@ -343,4 +311,6 @@ def bias_gelu_linear(x: Tensor, bias: Tensor | None, weight: Tensor, out_bias: T
     """
     if torch.is_autocast_enabled(x.device.type):
         weight, out_bias = weight.to(x.dtype), None if out_bias is None else out_bias.to(x.dtype)
+    if _transformed():
+        return F.linear(gelu(x) if bias is None else bias_gelu(x, bias), weight, out_bias)
     return _ops.bias_gelu_linear(x, bias, weight, out_bias)

@@ -45,9 +45,11 @@ GELU_FN typename M::R gelu_value(typename M::R x) {
   const R n = x * M::positive(x, M::c(1), e);
   const R y = n * r;
   if (M::kStyle != kExact) return y;
-  // One step of refinement with what q lost to rounding; not where e is 0, so that infinities stay.
+  // One step of refinement with what q lost to rounding; not where e is 0, so that infinities stay. The excess is
+  // subtracted, not the lack added: a zero keeps its sign.
   const R q_lost = (M::c(1) - q) + e;
-  return M::inside(m, M::fma(M::fma(-y, q_lost, M::fma(-y, q, n)), r, y), y);
+  const R excess = M::fma(y, q_lost, M::fma(y, q, -n));
+  return M::inside(m, M::fma(-excess, r, y), y);
 }
 
 // dy/dx = s + s*(1-s)*x*v', s = sigmoid(v) = {1, e}/q. The products are ordered so that no finite x overflows.
