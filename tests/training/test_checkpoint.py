@@ -114,7 +114,8 @@ def test_another_architecture_is_named_by_its_options(tmp_path):
 def test_a_plugin_that_is_not_loaded_is_named(tmp_path):
     meta = {"model": MODEL, "plugins": {"activation/my_act": "/home/me/my_act.py:7"}}
     with pytest.raises(UserError, match=r"activation 'my_act' of a plugin.*plugins=\[/home/me/my_act.py\]"):
-        c.check_compatible(meta, MODEL, tmp_path)
+        c.check_plugins(meta, tmp_path)
+    c.check_plugins({"plugins": {"activation/gelu_tanh": "replaced.py:1"}}, tmp_path)
 
 
 def test_used_plugins_are_those_of_the_config(monkeypatch):

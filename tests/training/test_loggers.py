@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gptframe.errors import UserError
-from gptframe.training.loggers import COLUMNS, LoggerContext, MetricsCSV, make_logger, read_csv
+from gptframe.training.loggers import COLUMNS, LoggerContext, MetricsCSV, check_logger, read_csv
 
 
 def rows(path):
@@ -77,9 +77,9 @@ def test_resuming_cuts_what_lies_beyond(tmp_path):
         ({"name": "wandb", "projects": "x"}, "Did you mean 'project'"),
     ],
 )
-def test_bad_sections_are_refused(tmp_path, section, said):
+def test_bad_sections_are_refused(section, said):
     with pytest.raises(UserError) as error:
-        make_logger(section, LoggerContext(tmp_path, "run"))
+        check_logger(section)
     assert said in str(error.value)
 
 
@@ -88,26 +88,26 @@ def test_wandb_online_without_a_key_fails_at_once(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(UserError, match="needs an API key") as error:
-        make_logger({"name": "wandb", "mode": "online"}, LoggerContext(tmp_path, "run"))
+        check_logger({"name": "wandb", "mode": "online"})
     assert "\n" not in str(error.value)
 
 
-def test_wandb_online_with_an_unreachable_server_says_so(tmp_path, monkeypatch):
+def test_wandb_online_with_an_unreachable_server_says_so(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the discard port: nobody listens
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="127.0.0.1 does not answer"):
-        make_logger({"name": "wandb", "mode": "online"}, LoggerContext(tmp_path, "run"))
+        check_logger({"name": "wandb", "mode": "online"})
 
 
-def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
+def test_tensorboard_that_is_not_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install tensorboard"):
-        make_logger({"name": "tensorboard"}, LoggerContext(tmp_path, "run"))
+        check_logger({"name": "tensorboard"})
 
 
 def test_wandb_is_not_imported_unless_asked_for(tmp_path):
     before = "wandb" in sys.modules
-    assert make_logger({"name": "none"}, LoggerContext(tmp_path, "run")) is None
+    assert check_logger({"name": "none"})(LoggerContext(tmp_path, "run")) is None
     assert ("wandb" in sys.modules) == before

@@ -157,9 +157,10 @@ class StepBoundary(pl.Callback):
     def _not_finite(self, module: GPTModule, step: int) -> UserError:
         found = checkpoints.checkpoints(self.run_dir)
         kept = f"the last good checkpoint is of step {found[0][0]}" if found else "there was no checkpoint yet"
-        what = "loss" if not bool(module.last_loss.isfinite()) else "gradient or weights"
+        loss = float(module.last_loss)
+        what = "gradient or a weight" if math.isfinite(loss) else "loss"
         return UserError(
-            f"the {what} is not finite at step {step} (loss {float(module.last_loss):g}, lr {module.last_lr:.3g}); {kept}. "
+            f"the {what} is not finite at step {step} (loss {loss:g}, lr {module.last_lr:.3g}); {kept}. "
             f"Try a lower optimizer.lr, a longer schedule.warmup_steps or a lower trainer.clip_norm"
         )
 
@@ -180,7 +181,9 @@ def evaluate(
             if stop():
                 return None
             batch = trainer.strategy.batch_to_device(batch)
-            sums += trainer.strategy.validation_step(batch, i)
+            part = trainer.strategy.validation_step(batch, i)
+            assert isinstance(part, Tensor)
+            sums += part
     finally:
         module.train(was_training)
     if trainer.world_size > 1:

@@ -53,10 +53,11 @@ def choose(trainer: TrainerConfig, precision: Mapping[str, Any], model: ModelCon
     if micro is None:
         micro = derive_micro_batch(per_rank, accelerator, name, model, n_parameters)
     elif trainer.global_batch_size % (micro * world):
+        fits = max(d for d in range(1, min(micro, per_rank) + 1) if per_rank % d == 0)
         raise UserError(
-            f"trainer.global_batch_size={trainer.global_batch_size} is not divisible by trainer.micro_batch_size={micro}"
-            f" x {world} device{'s' if world > 1 else ''}: try trainer.micro_batch_size="
-            f"{max(d for d in range(1, min(micro, per_rank) + 1) if per_rank % d == 0)}"
+            f"trainer.global_batch_size={trainer.global_batch_size} is not divisible by "
+            f"trainer.micro_batch_size={micro} x {world} device{'s' if world > 1 else ''}: "
+            f"try trainer.micro_batch_size={fits}"
         )
     compile = accelerator == "gpu" if trainer.compile == "auto" else bool(trainer.compile)
     return Device(accelerator, name, compile, micro, per_rank // micro)
@@ -98,7 +99,7 @@ def choose_accelerator(name: str, devices: int) -> str:
 
 
 def choose_precision(section: Mapping[str, Any], accelerator: str, model: ModelConfig) -> str:
-    """`auto` is bf16 where the device multiplies bf16 natively and the model gains by it, fp16 on older GPUs, else fp32.
+    """`auto`: bf16 where the device multiplies it natively and the model gains by it, fp16 on older GPUs, else fp32.
 
     Raises:
         UserError: an unknown precision, or one that the accelerator does not have.
@@ -109,7 +110,8 @@ def choose_precision(section: Mapping[str, Any], accelerator: str, model: ModelC
         raise UserError(f"precision.{extra.pop()}: a precision has no options")
     if name not in (*PRECISIONS, "auto"):
         raise UserError(
-            f"precision.name: unknown precision {name!r}. {nearest(name, PRECISIONS)}Known: auto, {', '.join(PRECISIONS)}"
+            f"precision.name: unknown precision {name!r}. {nearest(name, PRECISIONS)}"
+            f"Known: auto, {', '.join(PRECISIONS)}"
         )
     if name == "fp16" and accelerator == "cpu":
         raise UserError("precision=fp16 needs a GPU; on a CPU use precision=bf16 or precision=fp32")

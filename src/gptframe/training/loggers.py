@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.csv always, and W&B or TensorBoard on request. The step is the optimiser step everywhere."""
+"""Where numbers go: metrics.csv always, W&B or TensorBoard on request. Steps are optimiser steps everywhere."""
 
 from __future__ import annotations
 
@@ -127,23 +127,22 @@ class LoggerContext:
     """W&B's, of the run that is continued."""
 
 
-def _none(context: LoggerContext) -> None:
+Starter = Callable[[LoggerContext], "Logger | None"]
+
+
+def _none() -> Starter:
     """No logger beside metrics.csv, which the loss curve and resuming need."""
-
-
-def _csv(context: LoggerContext) -> None:
-    """metrics.csv alone."""
+    return lambda context: None
 
 
 def _wandb(
-    context: LoggerContext,
     mode: str = "offline",
     project: str = "gptframe",
     entity: str | None = None,
     group: str | None = None,
     tags: list[str] | None = None,
     timeout: float = 30.0,
-) -> Logger:
+) -> Starter:
     """Weights & Biases.
 
     Args:
@@ -155,22 +154,28 @@ def _wandb(
     if importlib.util.find_spec("wandb") is None:
         raise UserError("logger=wandb needs the package wandb: pip install wandb")
     import wandb
-    from pytorch_lightning.loggers import WandbLogger
 
     if mode == "online":
         _check_wandb(os.environ.get("WANDB_BASE_URL") or str(wandb.setup().settings.base_url), timeout)
-    settings = wandb.Settings(silent=True, console="off", init_timeout=timeout, disable_git=True)
-    try:
-        run = wandb.init(
-            project=project, entity=entity, group=group, tags=tags, name=context.name, dir=str(context.run_dir),
-            id=context.run_id, resume="allow", mode=mode, reinit="create_new", settings=settings,
-        )  # fmt: skip
-    except Exception as error:  # wandb raises types of its own for what is one thing here: it cannot log
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"logger=wandb could not start: {reason} logger.mode=offline needs no server") from None
-    run.define_metric("trainer/global_step")
-    run.define_metric("*", step_metric="trainer/global_step")
-    return WandbLogger(experiment=run, save_dir=str(context.run_dir), project=project, id=run.id)
+
+    def start(context: LoggerContext) -> Logger:
+        from pytorch_lightning.loggers import WandbLogger
+
+        settings = wandb.Settings(silent=True, console="off", init_timeout=timeout, disable_git=True)
+        options: dict[str, Any] = {"mode": mode, "reinit": "create_new", "resume": "allow", "settings": settings}
+        try:
+            run = wandb.init(
+                project=project, entity=entity, group=group, tags=tags,
+                name=context.name, dir=str(context.run_dir), id=context.run_id, **options,
+            )  # fmt: skip
+        except Exception as error:  # wandb raises types of its own for what is one thing here: it cannot log
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"logger=wandb could not start: {reason} logger.mode=offline needs no server") from None
+        run.define_metric("trainer/global_step")
+        run.define_metric("*", step_metric="trainer/global_step")
+        return WandbLogger(experiment=run, save_dir=str(context.run_dir), project=project, id=run.id)
+
+    return start
 
 
 def _check_wandb(server: str, timeout: float) -> None:
@@ -204,26 +209,31 @@ def _netrc_has(host: str) -> bool:
         return False
 
 
-def _tensorboard(context: LoggerContext) -> Logger:
+def _tensorboard() -> Starter:
     """TensorBoard event files under <run directory>/tensorboard."""
     if not any(importlib.util.find_spec(package) for package in ("tensorboard", "tensorboardX")):
         raise UserError("logger=tensorboard needs the package tensorboard: pip install tensorboard")
-    from pytorch_lightning.loggers import TensorBoardLogger
 
-    # events beyond the resumed step are hidden where purge_step is given
-    return TensorBoardLogger(str(context.run_dir), name="tensorboard", version="", purge_step=context.resume_step + 1)
+    def start(context: LoggerContext) -> Logger:
+        from pytorch_lightning.loggers import TensorBoardLogger
+
+        # events beyond the resumed step are hidden where purge_step is given
+        purge: dict[str, Any] = {"purge_step": context.resume_step + 1} if context.resume_step else {}
+        return TensorBoardLogger(str(context.run_dir), name="tensorboard", version="", **purge)
+
+    return start
 
 
-LOGGERS: dict[str, Callable[..., Logger | None]] = {
-    "csv": _csv,
+LOGGERS: dict[str, Callable[..., Starter]] = {
+    "csv": _none,
     "wandb": _wandb,
     "tensorboard": _tensorboard,
     "none": _none,
 }
 
 
-def make_logger(section: Mapping[str, Any], context: LoggerContext) -> Logger | None:
-    """The logger beside metrics.csv that `logger=` asks for, if any.
+def check_logger(section: Mapping[str, Any]) -> Starter:
+    """What starts the logger beside metrics.csv that `logger=` asks for, once the run directory is there.
 
     Raises:
         UserError: an unknown logger or option, a package that is missing, a server that is not reachable.
@@ -232,8 +242,7 @@ def make_logger(section: Mapping[str, Any], context: LoggerContext) -> Logger | 
     if name not in LOGGERS:
         raise UserError(f"logger.name: unknown logger {name!r}. {nearest(name, LOGGERS)}Known: {', '.join(LOGGERS)}")
     options = {k: v for k, v in section.items() if k != "name"}
-    options = check_options("logger", LOGGERS[name], options, 1, "logger")
-    return LOGGERS[name](context, **options)
+    return LOGGERS[name](**check_options("logger", LOGGERS[name], options, 0, "logger"))
 
 
 def wandb_run(logger: Logger | None) -> Any:

@@ -75,13 +75,14 @@ class GPTModule(pl.LightningModule):
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         # A fused optimiser would unscale fp16 gradients inside its step, after clipping. Lightning is to do it before.
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        optimizer._step_supports_amp_scaling = False
         return optimizer
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         step = self.trainer.global_step
         torch.manual_seed(step_seed(self.seed, step, self.global_rank))
         optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
         multiplier = self.schedule(step)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * multiplier
@@ -142,8 +143,8 @@ class GPTModule(pl.LightningModule):
         return self.trainer.strategy.reduce(value, reduce_op="sum") if self.trainer.world_size > 1 else value
 
     def _no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        wrapped = self.trainer.strategy.model
-        return wrapped.no_sync() if hasattr(wrapped, "no_sync") else contextlib.nullcontext()
+        no_sync = getattr(self.trainer.strategy.model, "no_sync", contextlib.nullcontext)
+        return no_sync()
 
 
 def split(batch: Mapping[str, Tensor], size: int) -> list[dict[str, Tensor]]:

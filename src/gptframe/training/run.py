@@ -114,7 +114,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
     from gptframe.data.datamodule import GPTDataModule
     from gptframe.data.prepare import prepare
     from gptframe.training.callbacks import AtomicCheckpointIO, Progress, StepBoundary, plot_losses
-    from gptframe.training.loggers import LoggerContext, MetricsCSV, make_logger, wandb_run
+    from gptframe.training.loggers import LoggerContext, MetricsCSV, check_logger, wandb_run
     from gptframe.training.module import GPTModule
     from gptframe.training.signals import Interrupted, Signals
 
@@ -126,6 +126,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
     config = dataclasses.replace(config, schedule=resolve_warmup(config.schedule, config.trainer.max_steps))
     schedule = make_schedule(config.schedule, config.trainer.max_steps)
     choose(config.trainer, config.precision, config.model)
+    start_logger = check_logger(config.logger)
 
     prepared = prepare(
         config.data,
@@ -161,7 +162,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
     logger = None
     if rank_zero:
         known_id = manifest.values.get("wandb_id") if resumed else None
-        logger = make_logger(config.logger, LoggerContext(run_dir, name, start.step if start else 0, known_id))
+        logger = start_logger(LoggerContext(run_dir, name, start.step if start else 0, known_id))
     tracker = wandb_run(logger)
     if tracker is not None:
         manifest.write(wandb_id=tracker.id)
@@ -194,7 +195,6 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
             val_batches=config.trainer.val_batches,
         )
         sampler = Sampler(run_dir, options.samples, config.seed, prepared, tracker, start.step if start else 0)
-        interval = options.samples.interval
         signals = Signals()
         boundary = StepBoundary(
             run_dir,
@@ -207,7 +207,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
             checkpoint_interval=config.trainer.checkpoint_interval,
             keep_checkpoints=config.trainer.keep_checkpoints,
             nonfinite_patience=config.trainer.nonfinite_patience,
-            on_validation=lambda step: sampler.write(model, step) if interval and step % interval == 0 else None,
+            on_validation=lambda step: sampler.write_if_due(model, step),
         )
         trainer = pl.Trainer(
             accelerator=device.accelerator,
@@ -394,9 +394,12 @@ class Sampler:
         )  # fmt: skip
         self.rows: list[list[Any]] = []
         self.blocks: list[str] = _blocks_up_to(self.path, step)
+        self.last: tuple[int, list[str]] = (-1, [])
 
     def write(self, model: GPT, step: int) -> list[str]:
-        """Draw the samples of a step; the same step gives the same ones."""
+        """Draw the samples of a step, once; the same weights and seed give the same ones."""
+        if self.last[0] == step:
+            return self.last[1]
         o = self.options
         generator = torch.Generator().manual_seed(self.seed)
         prompts = o.prompts or getattr(self.prepared.corpus, "prompts", None) or [""]
@@ -410,7 +413,10 @@ class Sampler:
             )  # fmt: skip
             texts.append(self._decode([*shown_ids, *new]))
             self.rows.append([step, prompt, texts[-1]])
+        self.last = (step, texts)
         if texts:
+            heading = f"{_HEADING}{step}\n"
+            self.blocks = [block for block in self.blocks if not block.startswith(heading)]
             self.blocks.append(f"{_HEADING}{step}\n\n" + "\n\n".join(texts) + "\n\n")
             directory.write_text(self.path, "".join(self.blocks))
             if self.tracker is not None:
@@ -419,6 +425,10 @@ class Sampler:
                 table = wandb.Table(columns=["step", "prompt", "sample"], data=[list(row) for row in self.rows])
                 self.tracker.log({"samples": table, "trainer/global_step": step})
         return texts
+
+    def write_if_due(self, model: GPT, step: int) -> None:
+        if self.options.interval and step % self.options.interval == 0:
+            self.write(model, step)
 
     def _encode(self, prompt: str) -> tuple[list[int], list[int], int | None]:
         tokenizer = self.prepared.tokenizer
