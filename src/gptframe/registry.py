@@ -50,7 +50,10 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "optimizer": ("function(groups: list[dict], **options) -> torch.optim.Optimizer", (_TRAINING + "optimizer",)),
     "schedule": ("function(step: int, total_steps: int, **options) -> multiplier", (_TRAINING + "schedule",)),
-    "tokenizer": ("class with encode(str) -> list[int], decode(list[int]) -> str, vocab_size", (_DATA + "tokenizer",)),
+    "tokenizer": (
+        "class: __init__(source: Source, **options), encode(str) -> list[int], decode(list[int]) -> str, vocab_size",
+        (_DATA + "tokenizer",),
+    ),
     "corpus": ("class with documents(split) -> Iterator[str], fingerprint() -> str", (_DATA + "corpus",)),
 }
 
