@@ -76,7 +76,10 @@ def train(argv: list[str]) -> int:
         started = True
         outcomes.append(_job(cfg))
 
-    saved_argv, sys.argv = sys.argv, ["train.py", *argv]
+    # argparse takes positional arguments in one piece only: `a=1 -m b=2` must become `-m a=1 b=2`.
+    overrides = [a for a in argv if not a.startswith("-") and ("=" in a or a.startswith("~"))]
+    options = [a for a in argv if a not in overrides]
+    saved_argv, sys.argv = sys.argv, ["train.py", *options, *overrides]
     try:
         hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="train")(job)()
     except Exception as error:
@@ -228,3 +231,10 @@ def trace(argv: list[str]) -> int:
     from gptframe.inspect import commands
 
     return commands.trace(argv, _configure)
+
+
+@command("cost", "FLOPs, memory and time of a run before it starts")
+def cost(argv: list[str]) -> int:
+    from gptframe.inspect import commands
+
+    return commands.cost(argv, _configure)

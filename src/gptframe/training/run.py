@@ -24,9 +24,11 @@ from gptframe.config import Config, convert
 from gptframe.errors import UserError
 from gptframe.generate import check_sampling, generate
 from gptframe.model import GPT, build_model
+from gptframe.registry import build
 from gptframe.training import checkpoint as checkpoints
 from gptframe.training import directory
 from gptframe.training.device import Device, choose
+from gptframe.training.optimizer import param_groups
 from gptframe.training.schedule import make_schedule, resolve_warmup
 
 
@@ -141,6 +143,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
     model = build_model(config.model, config.seed)
     n_parameters = sum(p.numel() for p in model.parameters())
     device = choose(config.trainer, config.precision, config.model, n_parameters)
+    build("optimizer", config.optimizer, param_groups(model))  # refuses its options while there is no run directory
     if resumed and start:
         checkpoints.check_compatible(start.meta, _plain(config)["model"], start.path)
 

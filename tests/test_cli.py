@@ -1,0 +1,230 @@
+"""The commands as a person types them: exit codes, messages, run directories, sweeps, plugins, resuming."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gptframe.cli import main
+
+ROOT = Path(__file__).parent.parent
+QUICK = [
+    "trainer.max_steps=3",
+    "trainer.val_interval=3",
+    "trainer.val_batches=1",
+    "trainer.global_batch_size=4",
+    "trainer.accelerator=cpu",
+    "data.baseline_order=0",
+    "callbacks=none",
+]
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path, monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("GPTFRAME_CACHE", str(tmp_path_factory.getbasetemp().parent / "gptframe-tokens"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_dirs(folder: Path) -> list[Path]:
+    return sorted(file.parent for file in folder.rglob("manifest.json"))
+
+
+def losses(run: Path) -> list[str]:
+    with open(run / "metrics.csv", newline="") as file:
+        return [row["train_loss"] for row in csv.DictReader(file) if row["train_loss"]]
+
+
+def fails(capsys, *argv: str) -> str:
+    """Run a command that must fail as a person's mistake, without a traceback, and return what it said."""
+    assert main(list(argv)) == 2
+    message = capsys.readouterr().err.strip()
+    assert message.startswith("error: ") and "Traceback" not in message and message.count("\n") <= 1, message
+    return message
+
+
+def test_train_leaves_a_run_that_generate_samples_from(workspace, capsys):
+    assert main(["train", *QUICK, "name=first"]) == 0
+    (run,) = run_dirs(workspace)
+    assert run.parent.parent.name == "runs" and run.name.endswith("_first")
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["d_model"] == 64
+    assert yaml.safe_load((run / "overrides.yaml").read_text()) == [*QUICK, "name=first"]
+    capsys.readouterr()
+    assert main(["generate", str(run), "--prompt", "I work ,", "--temperature", "0", "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.startswith("I work ,")
+
+
+def test_a_sweep_runs_the_grid_each_job_in_its_own_directory(workspace, capsys):
+    assert main(["train", *QUICK, "-m", "norm_placement=pre,post", "seed=0,1"]) == 0
+    configs = [yaml.safe_load((run / "config.yaml").read_text()) for run in run_dirs(workspace)]
+    grid = sorted((c["model"]["norm_placement"]["name"], c["seed"]) for c in configs)
+    assert grid == [("post", 0), ("post", 1), ("pre", 0), ("pre", 1)]
+    assert len({tuple(losses(run)) for run in run_dirs(workspace)}) == 4
+
+
+def test_a_failing_job_is_reported_with_its_overrides_and_the_others_go_on(workspace, capsys):
+    assert main(["train", *QUICK, "-m", "model.n_heads=2,3,4"]) == 2
+    message = capsys.readouterr().err
+    assert "model.n_heads=3" in message and "not divisible" in message and "1 of 3 jobs failed" in message
+    assert len(run_dirs(workspace)) == 2
+
+
+LAYER = """
+from torch import nn
+from gptframe import register
+
+@register("sublayer", "{name}")
+class Layer(nn.Module):
+    def __init__(self, cfg, layer, width: int = 8):
+        super().__init__()
+        self.down, self.up = nn.Linear(cfg.d_model, width), nn.Linear(width, cfg.d_model)
+
+    def forward(self, x, ctx):
+        return {body}
+"""
+
+
+def test_a_sublayer_of_ones_own_trains_in_a_sweep_and_resumes(workspace, capsys):
+    (workspace / "my_layer.py").write_text(LAYER.format(name="cli_layer", body="self.up(self.down(x))"))
+    plugin = ["plugins=[my_layer.py]", "model.block=[attention,cli_layer,mlp]", "+model.cli_layer.width=4"]
+    assert main(["train", *QUICK, *plugin, "-m", "seed=0,1"]) == 0
+    run = run_dirs(workspace)[0]
+    before = losses(run)
+    elsewhere = workspace / "elsewhere"
+    elsewhere.mkdir()
+    os.chdir(elsewhere)
+    assert main(["train", f"resume={run}", "trainer.max_steps=5"]) == 0
+    assert losses(run)[: len(before)] == before and len(losses(run)) > len(before)
+    assert main(["generate", str(run), "--max-new-tokens", "3"]) == 0
+
+
+def test_a_wrong_shape_names_the_plugin_and_both_shapes(workspace, capsys):
+    (workspace / "wrong.py").write_text(LAYER.format(name="cli_wrong", body="self.down(x)"))
+    message = fails(capsys, "train", *QUICK, "plugins=[wrong.py]", "model.block=[attention,cli_wrong]")
+    assert "cli_wrong" in message and "wrong.py:" in message and "64]" in message and "8]" in message
+
+
+def test_a_bug_in_a_plugin_keeps_its_own_file_and_line(workspace, capsys):
+    (workspace / "buggy.py").write_text(LAYER.format(name="cli_buggy", body="self.up(self.dwon(x))"))
+    assert main(["train", *QUICK, "plugins=[buggy.py]", "model.block=[attention,cli_buggy]"]) == 1
+    message = capsys.readouterr().err
+    assert "buggy.py" in message and "dwon" in message and "Traceback" in message
+
+
+@pytest.mark.parametrize("name", ["squared_tanh", "mish"])
+def test_an_activation_by_file_and_by_an_unknown_name(name, workspace, capsys):
+    file = ROOT / "plugins/examples/mish.py"
+    if name == "mish":
+        assert main(["train", *QUICK, f"plugins=[{file}]", "model.activation.name=mish"]) == 0
+    else:
+        message = fails(capsys, "train", *QUICK, f"model.activation.name={name}")
+        assert "squared_relu" in message and "plugins=" in message
+        assert not run_dirs(workspace)
+
+
+@pytest.mark.parametrize("block", ["[attention,short_conv,mlp]", "[attention,{name:short_conv,kernel:2}]"])
+def test_the_example_sublayer_trains(block, workspace):
+    file = ROOT / "plugins/examples/short_conv.py"
+    assert main(["train", *QUICK, f"plugins=[{file}]", f"model.block={block}"]) == 0
+
+
+def test_resume_goes_on_in_place_and_keeps_what_makes_the_run(workspace, capsys):
+    assert main(["train", *QUICK, "trainer.max_steps=6", "run_dir=straight"]) == 0
+    assert main(["train", *QUICK, "run_dir=run"]) == 0
+    assert main(["train", "resume=run", "trainer.max_steps=6", "trainer.val_interval=3"]) == 0
+    assert len(run_dirs(workspace)) == 2
+    capsys.readouterr()
+    message = fails(capsys, "train", "resume=run", "model.d_model=128")
+    assert "model.d_model" in message and "64" in message and "128" in message
+    assert "activation" in fails(capsys, "train", "resume=run", "activation=swiglu")
+    assert "seed" in fails(capsys, "train", "resume=run", "seed=3")
+    assert "trainer.global_batch_size" in fails(capsys, "train", "resume=run", "trainer.global_batch_size=8")
+    assert main(["train", "resume=run", "model=mini", "seed=0", "trainer.max_steps=7"]) == 0  # repeated, not changed
+
+
+@pytest.mark.parametrize(
+    "make,words",
+    [
+        (lambda d: None, ["no such directory"]),
+        (lambda d: d.mkdir(), ["not a run directory", "config.yaml"]),
+        (lambda d: (d.mkdir(), (d / "config.yaml").write_text("a: [")), ["config.yaml", "not the config of a run"]),
+    ],
+)
+def test_resume_of_what_is_no_run(make, words, workspace, capsys):
+    make(workspace / "other")
+    message = fails(capsys, "train", "resume=other")
+    assert all(word in message for word in words), message
+
+
+def test_a_run_directory_in_use_is_not_overwritten(workspace, capsys):
+    (workspace / "mine").mkdir()
+    (workspace / "mine" / "thesis.txt").write_text("precious")
+    assert "mine" in fails(capsys, "train", *QUICK, "run_dir=mine")
+    assert os.listdir(workspace / "mine") == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    "overrides,words",
+    [
+        (["data=text", "data.path=nothing.txt"], ["nothing.txt"]),
+        (["data=text"], ["data.path"]),
+        (["data=text", "data.path=empty.txt"], ["empty.txt"]),
+        (["data=text", "data.path=latin.txt"], ["latin.txt", "offset 3"]),
+        (["data=text", "data.path=short.txt"], ["context", "32"]),
+        (["data=text", "data.path=folder"], ["folder"]),
+        (["model.vocab_size=32"], ["64", "32"]),
+        (["model.attention.n_kv_heads=3"], ["n_kv_heads"]),
+        (["model.n_layers=0"], ["model.n_layers"]),
+        (["schedule.warmup_steps=100"], ["100", "3"]),
+        (["optimizer.lr=abc"], ["optimizer.lr"]),
+        (["+optimizer.momentum=0.9"], ["optimizer.momentum"]),
+        (["model.topology=parallel", "norm_placement=post"], ["parallel", "post"]),
+        (["plugins=[missing.py]"], ["missing.py"]),
+        (["trainer.accelerator=tpu"], ["tpu"]),
+        (["hydra.run.dir=here"], ["run_dir"]),
+        (["norm=[layernorm,rmsnorm]"], ["norm"]),
+        (["precision=fp16"], ["fp16"]),
+    ],
+)
+def test_bad_input_is_one_line_exit_2_and_nothing_written(overrides, words, workspace, capsys):
+    (workspace / "empty.txt").write_text("")
+    (workspace / "latin.txt").write_bytes(b"abc" + "ñ".encode("latin-1") + b"d" * 500)
+    (workspace / "short.txt").write_text("too short")
+    (workspace / "folder").mkdir()
+    message = fails(capsys, "train", *QUICK, *overrides)
+    assert all(word in message for word in words), message
+    assert not (workspace / "runs").exists()
+
+
+def test_unknown_commands_and_runs(capsys, workspace):
+    assert "'generate'" in fails(capsys, "genrate")
+    assert "nowhere" in fails(capsys, "generate", "nowhere")
+
+
+def test_help_and_composition_never_import_torch(workspace):
+    """They answer in under a second because of it."""
+    program = (
+        "import sys; from gptframe.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules or 'pytorch_lightning' in sys.modules)"
+    )
+    for arguments in (["train", "--help"], ["train", "--cfg", "job"], ["train", "model.d_modle=3"], ["--help"]):
+        done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert "model.d_modle" in done.stderr or "COMMAND" in done.stdout
+
+
+def test_an_option_of_ones_own_with_config_dir(workspace, capsys):
+    folder = workspace / "my_conf" / "activation"
+    folder.mkdir(parents=True)
+    (folder / "tiny.yaml").write_text("# @package model.activation\nname: relu\n")
+    assert main(["train", *QUICK, "--config-dir", str(workspace / "my_conf"), "activation=tiny"]) == 0
+    (run,) = run_dirs(workspace)
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["activation"]["name"] == "relu"
