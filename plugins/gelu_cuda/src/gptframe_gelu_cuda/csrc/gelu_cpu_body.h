@@ -47,6 +47,7 @@ struct VectorFloat {
     const R n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = t - n;
     return _mm512_scalef_ps(Exact ? gelu_exp2_degree6<VectorFloat>(f) : gelu_exp2_degree5<VectorFloat>(f), n);
   }
+  GELU_FN static R finite(R e) { return e; }
   GELU_FN static R reciprocal(R q) {  // 14 bits, then one Newton step
     const R r = _mm512_rcp14_ps(q);
     return fma(r, fma(-q, r, c(1)), r);
@@ -72,6 +73,7 @@ struct VectorDouble {
     const R n = _mm512_roundscale_pd(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     return _mm512_scalef_pd(gelu_exp2_degree11<VectorDouble>(t - n), n);
   }
+  GELU_FN static R finite(R e) { return e; }
   GELU_FN static R reciprocal(R q) {  // 14 bits, then two Newton steps
     R r = _mm512_rcp14_pd(q);
     r = fma(r, fma(-q, r, c(1)), r);

@@ -29,6 +29,13 @@ struct BFloat16 {
 // result below 2^-122.
 struct QuickFloat : ScalarFloat<false> {
   static constexpr GeluStyle kStyle = kSigned;
+  GELU_FN static float finite(float e) {
+#if defined(__CUDA_ARCH__)
+    return fminf(e, 8.507059e37f);
+#else
+    return e < 8.507059e37f ? e : 8.507059e37f;
+#endif
+  }
 #if defined(__CUDA_ARCH__)
   GELU_FN static float magnitude(float x) { return fminf(fabsf(x), kCap); }
   GELU_FN static float exp2(float t) {

@@ -14,6 +14,7 @@
 //   M::magnitude(x)            min(|x|, kCap), where e has underflowed to 0 at kCap; kCap for a NaN
 //   M::exp2(t)                 2^t for t from the exponent at kCap up to 0
 //   M::reciprocal(q)           1/q for 1 <= q <= 2, to an ulp or so
+//   M::finite(e)               e, or 2^126 where it is larger (kSigned)
 //   M::kStyle                  kExact compensates roundings (float and double); kQuick does not, since 16-bit results
 //                              hide them; kSigned is kQuick with e = exp(-v), which may become infinite, on processors
 //                              whose exp2 and reciprocal saturate in one instruction
@@ -60,18 +61,19 @@ GELU_FN typename M::R gelu_slope(typename M::R x) {
   const R x2 = m * m;
   const R dv = M::fma(M::c(GELU_V3), x2, M::c(GELU_V1));
   if (M::kStyle == kSigned) {
-    const R s = M::reciprocal(M::c(1) + M::exp2(x * M::fma(M::c(-GELU_B), x2, M::c(-GELU_A))));
-    return M::fma(x * s, (M::c(1) - s) * dv, s);
+    const R e = M::exp2(x * M::fma(M::c(-GELU_B), x2, M::c(-GELU_A)));
+    const R s = M::reciprocal(M::c(1) + e);
+    return M::fma(x * s, M::finite(e) * s * dv, s);
   }
   const R e = gelu_decay<M>(m, x2);
   const R q = M::c(1) + e;
   const R r = M::reciprocal(q);
   const R a = M::positive(x, M::c(1), e);
   const R s = a * r;
-  if (M::kStyle != kExact) return M::fma(x * s, (M::c(1) - s) * dv, s);
+  const R rest = M::positive(x, e, M::c(1)) * r;  // 1-s; subtracting would cancel, and x*v' would magnify what is left
+  if (M::kStyle != kExact) return M::fma(x * s, rest * dv, s);
   const R q_lost = (M::c(1) - q) + e;
   const R s_lost = M::fma(-s, q_lost, M::fma(-s, q, a)) * r;
-  const R rest = M::positive(x, e, M::c(1)) * r;  // 1-s without the cancellation, which x*v' would magnify
   return s + M::fma(x * s, rest * dv, s_lost);
 }
 
@@ -158,6 +160,7 @@ struct ScalarFloat {
     return p * gelu_bits<R>((half + 127) << 23) * gelu_bits<R>((n - half + 127) << 23);
   }
   GELU_FN static R reciprocal(R q) { return 1.0f / q; }
+  GELU_FN static R finite(R e) { return e; }
 };
 
 struct ScalarDouble {
@@ -181,4 +184,5 @@ struct ScalarDouble {
     return p * gelu_bits<R>((long long)(half + 1023) << 52) * gelu_bits<R>((long long)(n - half + 1023) << 52);
   }
   GELU_FN static R reciprocal(R q) { return 1.0 / q; }
+  GELU_FN static R finite(R e) { return e; }
 };
