@@ -237,6 +237,15 @@ def test_a_module_without_a_constructor_has_no_options(fresh_registry):
         registry.build("activation", {"name": "bare", "slope": 1.0})
     assert isinstance(registry.build("activation", {"name": "bare"}), Bare)
 
+    torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # dynamo replaces nn.Module.__init__
+
+    @register("activation", "bare_too")
+    class BareToo(torch.nn.Module):
+        pass
+
+    with pytest.raises(UserError, match="activation.slope: activation BareToo has no such option. It has none"):
+        registry.build("activation", {"name": "bare_too", "slope": 1.0})
+
 
 def test_a_type_error_inside_a_constructor_stays_one(fresh_registry):
     @register("norm", "broken")

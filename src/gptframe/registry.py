@@ -204,7 +204,9 @@ def origins(module_prefix: str = "gptframe.") -> dict[str, str]:
 @functools.cache
 def _signature(value: Any) -> inspect.Signature:
     # A module without a constructor has nn.Module's, whose **kwargs are there only to be refused with a TypeError.
-    if getattr(getattr(value, "__init__", None), "__module__", None) == "torch.nn.modules.module":
+    # Compared as it is now: torch.compile puts another function in its place.
+    module = getattr(sys.modules.get("torch.nn"), "Module", None)
+    if module is not None and inspect.isclass(value) and value.__init__ is module.__init__:
         return inspect.Signature()
     return inspect.signature(value)
 

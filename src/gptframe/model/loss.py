@@ -74,7 +74,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_x, grad_w = ctx.saved_tensors
         factor = grad_output / ctx.scale
         return (
