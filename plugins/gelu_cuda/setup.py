@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -65,8 +66,11 @@ class Abi3Wheel(bdist_wheel):
         self.py_limited_api = "cp310"
 
 
+# A build folder of its own: what an earlier build with CUDA left behind must not get into a wheel without it.
+scratch = tempfile.TemporaryDirectory(prefix="gelu_cuda-")
 names = ["_cpu", *(["_cuda"] if wants_cuda() else [])]
 setup(
     ext_modules=[Extension(f"gptframe_gelu_cuda.{name}", [], py_limited_api=True) for name in names],
+    options={"build": {"build_base": scratch.name}},
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": Abi3Wheel},
 )
