@@ -126,3 +126,20 @@ def trace(argv: list[str], configure: Configure) -> int:
     from gptframe.inspect import trace_command
 
     return trace_command.run(config, run, arguments, full, page)
+
+
+def cost(argv: list[str], configure: Configure) -> int:
+    """`gptframe cost [OVERRIDE ...]`."""
+    parser = _parser("cost", "FLOPs, memory and time of a run before it starts.")
+    speed = parser.add_mutually_exclusive_group()
+    speed.add_argument("--throughput", type=float, metavar="N", help="tokens a second on all devices together")
+    speed.add_argument("--measure", action="store_true", help="time a few steps on this machine")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.throughput is not None and not 0 < arguments.throughput < float("inf"):
+        raise UserError(f"--throughput {arguments.throughput} must be greater than 0")
+    config, run = read_source(arguments, configure)
+
+    from gptframe.inspect import cost_command
+
+    return cost_command.run(config, run, arguments)

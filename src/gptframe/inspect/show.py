@@ -75,7 +75,7 @@ def size(n_bytes: float) -> str:
 
 def short(number: float) -> str:
     """12_345_678 -> '12.3M'."""
-    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for limit, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= limit:
             return f"{number / limit:.3g}{unit}"
     return f"{number:.3g}"
