@@ -102,7 +102,7 @@ def _job(cfg: Any) -> int:
 
     settings = HydraConfig.get()
     sweep = settings.mode == RunMode.MULTIRUN
-    overrides = OmegaConf.to_container(settings.overrides.task, resolve=False)
+    overrides = [str(o) for o in OmegaConf.to_container(settings.overrides.task, resolve=False) or ()]
     context = f"job {settings.job.num} ({' '.join(overrides)}): " if sweep else ""
     try:
         if not sweep and settings.run.dir != ".":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def kv_heads(n_heads: int) -> int:
 
 def prepare_hydra() -> None:
     """Enter our resolvers, and the option files of installed plugins, into Hydra's tables."""
-    resolvers = {
+    resolvers: dict[str, Callable[..., Any]] = {
         "lr": learning_rate,
         "kv_heads": kv_heads,
         "quarter": lambda value: max(1, value // 4),

@@ -69,7 +69,7 @@ class ParallelBlock(Block):
     """Sublayers side by side on the same stream: x * residual_scale + sum of deltas (GPT-J, 2021)."""
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        deltas = [sublayer.delta(x, ctx) for sublayer in self.children()]
+        deltas = [sublayer.delta(x, ctx) for sublayer in self.children() if isinstance(sublayer, Sublayer)]
         return torch.add(sum(deltas[1:], deltas[0]), x, alpha=self.residual_scale)
 
 
