@@ -238,3 +238,10 @@ def cost(argv: list[str]) -> int:
     from gptframe.inspect import commands
 
     return commands.cost(argv, _configure)
+
+
+@command("probe", "gradients, contributions and activations by layer")
+def probe(argv: list[str]) -> int:
+    from gptframe.inspect import commands
+
+    return commands.probe(argv, _configure)

@@ -143,3 +143,23 @@ def cost(argv: list[str], configure: Configure) -> int:
     from gptframe.inspect import cost_command
 
     return cost_command.run(config, run, arguments)
+
+
+def probe(argv: list[str], configure: Configure) -> int:
+    """`gptframe probe [OVERRIDE ...]`."""
+    parser = _parser("probe", "How signals and gradients travel through depth, by layer.", run=False)
+    parser.add_argument("--steps", type=int, default=0, metavar="N", help="train N steps and measure again (default 0)")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds to repeat it with, from seed= on")
+    parser.add_argument("--random", action="store_true", help="random tokens instead of the corpus")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--plot", metavar="FILE.png", help="write a picture")
+    arguments = parser.parse_intermixed_args(argv)
+    for option, least in (("steps", 0), ("seeds", 1)):
+        if getattr(arguments, option) < least:
+            raise UserError(f"--{option} {getattr(arguments, option)} must be at least {least}")
+    plot = _writable(arguments.plot, "--plot")
+    config, run = read_source(arguments, configure)
+
+    from gptframe.inspect import probe_command
+
+    return probe_command.run(config, run, arguments, plot)

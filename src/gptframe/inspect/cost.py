@@ -90,10 +90,10 @@ def flops(cfg: ModelConfig, length: int | None = None) -> Flops:
         for sublayer in block.children():
             core = sublayer.core
             if type(core) is Attention:
-                kv = core.n_kv_heads * core.head_dim
-                add("attention projections", 2 * (2 * d * d + 2 * d * kv), note="q, k, v and output")
+                q, kv = core.n_heads * core.head_dim, core.n_kv_heads * core.head_dim
+                add("attention projections", 2 * (2 * d * q + 2 * d * kv), note="q, k, v and output")
                 pairs = visible_pairs(length, core.window) / length
-                add("attention scores and mix", 4 * length * d, 4 * pairs * d, note=f"{length} tokens")
+                add("attention scores and mix", 4 * length * q, 4 * pairs * q, note=f"{length} tokens")
             elif type(core) is MLP:
                 add("mlp", 2 * (3 if core.gate is not None else 2) * d * width)
             else:

@@ -6,7 +6,8 @@
     H       hidden width of the MLP
     T       context_length
     L       n_layers
-    d       head dimension, d_model / n_heads
+    d       head dimension, d_model / n_heads unless it is given
+    A       heads of queries
     K       heads of keys and values
 
 A plugin's class may say what its parameters should be, in these symbols and its own numeric options, by its own
@@ -119,6 +120,7 @@ def inventory(cfg: ModelConfig) -> Inventory:
         "T": cfg.context_length,
         "L": cfg.n_layers,
         "d": cfg.head_dim,
+        "A": cfg.n_heads,
         "K": _kv_heads(cfg),
     }
     formulas = _formulas(model, cfg)
@@ -308,12 +310,15 @@ def _learned(cfg: ModelConfig, options: Mapping[str, Any]) -> dict[str, Formula]
 
 def _attention(cfg: ModelConfig, options: Mapping[str, Any]) -> dict[str, Formula]:
     shared = (options["n_kv_heads"] or cfg.n_heads) != cfg.n_heads
-    kv = "K*d" if shared else "D"
-    found = {f"{n}.weight": Formula(f"D*{width}") for n, width in (("q", "D"), ("k", kv), ("v", kv), ("out", "D"))}
+    q = "D" if cfg.n_heads * cfg.head_dim == cfg.d_model else "A*d"
+    kv = "K*d" if shared else q
+    found = {f"{n}.weight": Formula(f"D*{width}") for n, width in (("q", q), ("k", kv), ("v", kv), ("out", q))}
     if options["bias"]:
-        found |= {f"{n}.bias": Formula(width) for n, width in (("q", "D"), ("k", kv), ("v", kv), ("out", "D"))}
+        found |= {f"{n}.bias": Formula(width) for n, width in (("q", q), ("k", kv), ("v", kv))}
+    if options["bias"] if options["out_bias"] is None else options["out_bias"]:
+        found["out.bias"] = Formula("D")
     if options["qk_norm"] != "none":
-        for name, width in (("q_norm", "D"), ("k_norm", kv)):
+        for name, width in (("q_norm", q), ("k_norm", kv)):
             _add(found, name, _norm(cfg, "d" if options["qk_norm"] == "head" else width))
     if lookup("position", cfg.position["name"]).seat == "attention":
         _add(found, "position", _own("position", cfg.position, cfg, (cfg,)))
