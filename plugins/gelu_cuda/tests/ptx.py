@@ -115,7 +115,9 @@ class Machine:
                 elif opcode.startswith("bar"):
                     for block in np.unique(self.block[mask]):
                         waiting = mask[self.block == block]
-                        assert (waiting | (pc[self.block == block] >= end)).all(), "a barrier that not all threads reach"
+                        assert (waiting | (pc[self.block == block] >= end)).all(), (
+                            "a barrier that not all threads reach"
+                        )
                 elif live.any():
                     self.step(opcode, operands, live)
         raise RuntimeError("the kernel does not end")
@@ -141,7 +143,9 @@ class Machine:
             return np.full(self.n, np.uint32(int(operand[2:], 16))).view(dtype)
         if operand.startswith("0d"):
             return np.full(self.n, np.uint64(int(operand[2:], 16))).view(dtype)
-        return np.full(self.n, int(operand, 0) & (2 ** (8 * np.dtype(dtype).itemsize) - 1), _BITS[np.dtype(dtype).itemsize]).view(dtype)
+        return np.full(
+            self.n, int(operand, 0) & (2 ** (8 * np.dtype(dtype).itemsize) - 1), _BITS[np.dtype(dtype).itemsize]
+        ).view(dtype)
 
     def put(self, operand, value, live):
         if operand == "_":
@@ -190,9 +194,7 @@ class Machine:
         address = self.where(where, width * lanes, live)
         got = np.zeros((self.n, lanes * width), np.uint8)
         if store:
-            got = np.concatenate(
-                [self.get(r, kind).view(np.uint8).reshape(self.n, width) for r in registers], axis=1
-            )
+            got = np.concatenate([self.get(r, kind).view(np.uint8).reshape(self.n, width) for r in registers], axis=1)
         todo = live.copy()
         for buffer in self.buffers:
             inside = todo & (address >= buffer.base) & (address + lanes * width <= buffer.base + buffer.data.size)

@@ -23,7 +23,12 @@ def python(tmp_path: Path, code: str, wait: bool = True, **env: str | None):
     package = tmp_path / "site" / SRC.name
     if not package.exists():
         shutil.copytree(SRC, package, ignore=shutil.ignore_patterns("*.so", "__pycache__", "_build.json"))
-    variables = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "GPTFRAME_CACHE_DIR": str(tmp_path / "cache"), **env}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path / "site"),
+        "GPTFRAME_CACHE_DIR": str(tmp_path / "cache"),
+        **env,
+    }
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={name: value for name, value in variables.items() if value is not None},
@@ -145,9 +150,13 @@ def test_folders_that_cannot_be_used(tmp_path):
     base = {"TMPDIR": str(tmp_path / "tmp")}
     code, said = python(tmp_path, ask, GPTFRAME_CACHE_DIR=str(tmp_path / "file"), **base)
     assert code == 0 and said.strip() == str(tmp_path / "tmp" / f"gptframe-{os.getuid()}" / "gelu_cuda"), said
-    code, said = python(tmp_path, ask, GPTFRAME_CACHE_DIR=None, HOME=str(tmp_path / "home"), XDG_CACHE_HOME=None, **base)
+    code, said = python(
+        tmp_path, ask, GPTFRAME_CACHE_DIR=None, HOME=str(tmp_path / "home"), XDG_CACHE_HOME=None, **base
+    )
     assert said.strip() == str(tmp_path / "home/.cache/gptframe/gelu_cuda")
-    code, said = python(tmp_path, ask, GPTFRAME_CACHE_DIR=None, HOME=None, XDG_CACHE_HOME=str(tmp_path / "file"), **base)
+    code, said = python(
+        tmp_path, ask, GPTFRAME_CACHE_DIR=None, HOME=None, XDG_CACHE_HOME=str(tmp_path / "file"), **base
+    )
     assert code == 0 and str(tmp_path / "tmp") in said
     # Others could plant code in it.
     open_to_all = tmp_path / "shared" / "gelu_cuda"

@@ -12,7 +12,6 @@ from conftest import compile_kernels, patched_sources
 ARCHS = ("sm_80", "sm_90", "sm_100")
 
 
-
 def read(cuobjdump, cubin) -> tuple[dict[str, list[str]], dict[str, int]]:
     """Kernel -> its instructions, and kernel -> registers."""
     code: dict[str, list[str]] = {}

@@ -15,7 +15,17 @@ PLUGIN = Path(__file__).resolve().parent.parent
 
 
 def pip_wheel(folder: Path, **env: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(PLUGIN)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder),
+        str(PLUGIN),
+    ]
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
 
 
@@ -37,7 +47,9 @@ def test_wheel(tmp_path):
         if file.is_file():
             data = file.read_bytes()
             for private in {str(PLUGIN), sys.prefix, os.path.expanduser("~")} - {"/", "/usr"}:
-                assert private.encode() not in data, f"{file.name} holds the path {private} of the machine that built it"
+                assert private.encode() not in data, (
+                    f"{file.name} holds the path {private} of the machine that built it"
+                )
     code = "import torch, gptframe_gelu_cuda as G; print(G.__file__, G.gelu(torch.ones(2)), G.status())"
     run = subprocess.run(
         [sys.executable, "-c", code],

@@ -129,7 +129,9 @@ def _load_cuda() -> str:
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         name = torch.cuda.get_device_name()
-        raise BackendError(f"backend cuda: {name} has compute capability {capability[0]}.{capability[1]}, 8.0 is needed")
+        raise BackendError(
+            f"backend cuda: {name} has compute capability {capability[0]}.{capability[1]}, 8.0 is needed"
+        )
     if wheel.is_file() and toolchain.covers(_wheel_architectures(), capability):
         why = _open(wheel)
         if why is None:

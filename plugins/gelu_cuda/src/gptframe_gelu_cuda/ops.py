@@ -223,8 +223,10 @@ def _bias_gelu_linear_backward(grad, x, bias, weight):
 
 def _bias_gelu_linear_backward_fake(grad, x, bias, weight):
     dx = torch.empty_like(x) if bias is None else _dense(x)
-    return dx, x.new_empty(0) if bias is None else _dense(bias), torch.empty(
-        weight.shape, dtype=weight.dtype, device=weight.device
+    return (
+        dx,
+        x.new_empty(0) if bias is None else _dense(bias),
+        torch.empty(weight.shape, dtype=weight.dtype, device=weight.device),
     )
 
 
