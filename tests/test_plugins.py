@@ -285,3 +285,15 @@ def test_option_files_of_an_installed_package_are_read_without_importing_it(fres
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert ("activation", "cube", "# @package model.activation\nname: cube\n") in list(plugins.config_options())
+
+
+def test_a_plugin_finds_the_helper_beside_it_and_a_path_finds_the_current_folder(fresh_registry, tmp_path, monkeypatch):
+    (tmp_path / "plugin_helper_beside.py").write_text("NAME = 'beside'\n")
+    (tmp_path / "with_helper.py").write_text(
+        "from plugin_helper_beside import NAME\nfrom torch import nn\nfrom gptframe import register\n"
+        "@register('activation', NAME)\nclass A(nn.ReLU):\n    pass\n"
+    )
+    plugins.load([str(tmp_path / "with_helper.py")])
+    assert "beside" in fresh_registry.names("activation")
+    monkeypatch.chdir(tmp_path)
+    assert fresh_registry.lookup("tokenizer", "plugin_helper_beside:NAME") == "beside"

@@ -62,11 +62,8 @@ def _load_one(plugin: str, base: Path) -> str:
     if plugin not in _loaded:
         if not all(part.isidentifier() for part in plugin.split(".")):
             raise UserError(f"plugins: {plugin!r} is neither a .py file nor the name of a module")
-        sys.path.insert(0, str(base))  # a module beside the user is found as `python -m` would find it
-        try:
+        with registry.importing_from(base):
             _import(lambda: importlib.import_module(plugin), f"plugins: {plugin}", plugin)
-        finally:
-            sys.path.remove(str(base))
         _loaded[plugin] = plugin
     return plugin
 
@@ -83,7 +80,8 @@ def _import_file(path: Path) -> str:
     sys.modules[name] = module
     loader = spec.loader
     try:
-        _import(lambda: loader.exec_module(module), f"plugins: {path}", name)
+        with registry.importing_from(path.parent):  # a plugin may have helpers beside it
+            _import(lambda: loader.exec_module(module), f"plugins: {path}", name)
     except BaseException:
         del sys.modules[name]
         raise

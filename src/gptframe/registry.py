@@ -12,12 +12,14 @@ A config section `{name: squared_relu, option: value}` becomes an object through
 from __future__ import annotations
 
 import functools
+import contextlib
 import importlib
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from gptframe.config import convert
@@ -159,12 +161,23 @@ def entry(kind: str, name: str, key: str = "") -> Entry:
     return _table[kind][name]
 
 
+@contextlib.contextmanager
+def importing_from(folder: str | Path) -> Iterator[None]:
+    """Let modules in `folder` be imported for a while, as `python -m` does with the current directory."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
 def _import_path(kind: str, path: str, where: str) -> Entry:
     module_name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise UserError(f"{where}{kind} {path!r} must be of the form package.module:Attribute")
     try:
-        module = importlib.import_module(module_name)
+        with importing_from(Path.cwd()):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not error.name or not (module_name + ".").startswith(error.name + "."):
             raise  # the module exists and its own import failed: that is its bug, with its own traceback
