@@ -245,3 +245,10 @@ def probe(argv: list[str]) -> int:
     from gptframe.inspect import commands
 
     return commands.probe(argv, _configure)
+
+
+@command("doctor", "what would go wrong with a run, and what to type instead")
+def doctor(argv: list[str]) -> int:
+    from gptframe.inspect import commands
+
+    return commands.doctor(argv, _configure)

@@ -163,3 +163,15 @@ def probe(argv: list[str], configure: Configure) -> int:
     from gptframe.inspect import probe_command
 
     return probe_command.run(config, run, arguments, plot)
+
+
+def doctor(argv: list[str], configure: Configure) -> int:
+    """`gptframe doctor [OVERRIDE ...]`."""
+    parser = _parser("doctor", "What would go wrong with a run, and what to type instead.")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    arguments = parser.parse_intermixed_args(argv)
+    config, run = read_source(arguments, configure)
+
+    from gptframe.inspect import doctor_command
+
+    return doctor_command.run(config, run, arguments)

@@ -16,15 +16,15 @@ MOST_ROWS = 24
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean of what is a number."""
+    """The mean of what is a number; infinity where one is infinite."""
     known = [v for v in values if not math.isnan(v)]
     return statistics.fmean(known) if known else math.nan
 
 
 def spread(values: Sequence[float]) -> float:
-    """The sample standard deviation of what is a number; nan for less than two."""
+    """The sample standard deviation of what is a number; nan for less than two, or where one is infinite."""
     known = [v for v in values if not math.isnan(v)]
-    return statistics.stdev(known) if len(known) > 1 else math.nan
+    return statistics.stdev(known) if len(known) > 1 and all(map(math.isfinite, known)) else math.nan
 
 
 def with_spread(values: Sequence[float]) -> str:
@@ -33,6 +33,7 @@ def with_spread(values: Sequence[float]) -> str:
     if math.isnan(centre):
         return ""
     text = f"{centre:.2e}" if centre and not 0.01 <= abs(centre) < 1000 else f"{centre:.3f}"
+    text = "0" if not centre else text.replace("inf", "infinite")
     return text if math.isnan(deviation) or not centre else f"{text} ± {abs(deviation / centre):.0%}"
 
 

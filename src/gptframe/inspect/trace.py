@@ -326,6 +326,20 @@ def _watch_mlp(found: Trace, prefix: str, core: MLP, stack: ExitStack) -> None:
 
         _replace(core.activation, "forward_with_bias", forward_with_bias, stack)
 
+    def beside(_: nn.Module, args: tuple[Any, ...], __: Any) -> None:
+        """What a kernel for the whole MLP keeps to itself is computed a second time."""
+        if f"{prefix}.activation" in found._values:
+            return
+        with torch.no_grad():
+            inputs = [F.linear(args[0], core.up.weight, core.up.bias)]
+            found._record(f"{prefix}.up", inputs[0])
+            if core.gate is not None:
+                inputs.append(F.linear(args[0], core.gate.weight, core.gate.bias))
+                found._record(f"{prefix}.gate", inputs[1])
+            found._record(f"{prefix}.activation", core.activation.forward(*inputs))
+
+    stack.callback(core.register_forward_hook(beside).remove)
+
 
 def _watch_attention(found: Trace, prefix: str, core: Attention, stack: ExitStack) -> None:
     def by_head(value: Tensor) -> Tensor:
