@@ -15,7 +15,7 @@ from gptframe import plugins, registry  # noqa: E402
 @pytest.fixture
 def fresh_registry(monkeypatch):
     """Plugins and registrations of a test vanish after it; the built-in names stay."""
-    for kind in ("sublayer", "norm", "activation", "position", "norm_placement", "init"):
+    for kind in registry.KINDS:
         registry.names(kind)
     modules = set(sys.modules)
     monkeypatch.setattr(registry, "_table", {kind: dict(rows) for kind, rows in registry._table.items()})

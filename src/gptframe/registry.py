@@ -11,8 +11,8 @@ A config section `{name: squared_relu, option: value}` becomes an object through
 
 from __future__ import annotations
 
-import functools
 import contextlib
+import functools
 import importlib
 import inspect
 import sys
