@@ -78,7 +78,9 @@ def test_the_command_line_wins_over_the_preset_in_any_order() -> None:
         assert result["model"]["d_model"] == 768
         assert result["model"]["norm_placement"]["name"] == "post"
         assert result["model"]["activation"]["name"] == "swiglu"
-        assert result["model"]["position"] == {"name": "rope", "base": 1e4, "pairing": "interleaved", "fraction": 1.0}
+        assert result["model"]["position"] == {
+            "name": "rope", "base": 1e4, "pairing": "interleaved", "fraction": 1.0, "scaling": None
+        }  # fmt: skip
         assert Config.from_dict(result).model.hidden == 2048
 
 
@@ -86,6 +88,8 @@ def test_an_option_replaces_all_of_the_option_that_the_preset_chose() -> None:
     assert composed("model=pythia_160m", "position=rope")["model"]["position"]["fraction"] == 1.0
     assert composed("model=pythia_160m", "attention=gqa", "model.attention.n_kv_heads=3")["model"]["attention"] == {
         "bias": True,
+        "out_bias": None,
+        "head_dim": None,
         "n_kv_heads": 3,
         "window": None,
         "qk_norm": "none",

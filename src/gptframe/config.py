@@ -69,7 +69,8 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.d_model // self.n_heads
+        """Width of each head: `model.attention.head_dim`, or d_model / n_heads."""
+        return self.sublayers.get("attention", {}).get("head_dim") or self.d_model // self.n_heads
 
     @property
     def hidden(self) -> int:
@@ -89,7 +90,10 @@ class ModelConfig:
         for key in ("d_model", "n_layers", "n_heads", "vocab_size", "context_length"):
             if getattr(self, key) is not None:
                 _positive(f"model.{key}", getattr(self, key))
-        if self.d_model % self.n_heads:
+        head_dim = self.sublayers.get("attention", {}).get("head_dim")
+        if head_dim is not None and (not isinstance(head_dim, int) or isinstance(head_dim, bool) or head_dim < 1):
+            raise UserError(f"model.attention.head_dim={head_dim!r} must be a whole number of at least 1")
+        if head_dim is None and self.d_model % self.n_heads:
             raise UserError(
                 f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}: "
                 f"try model.n_heads={_divisor_near(self.d_model, self.n_heads)}"

@@ -20,6 +20,13 @@ POSITIONS = {
     "rope": {"name": "rope", "base": 10000.0, "pairing": "interleaved"},
     "rope_half": {"name": "rope", "base": 500.0, "pairing": "half"},
     "rope_quarter_half": {"name": "rope", "pairing": "half", "fraction": 0.25},
+    "rope_llama3": {
+        "name": "rope",
+        "pairing": "half",
+        "base": 30.0,
+        "scaling": {"name": "llama3", "factor": 4.0, "original_context": 32, "high_freq_factor": 3.0},
+    },
+    "rope_linear": {"name": "rope", "scaling": {"name": "linear", "factor": 2.5}},
     "rope_part_interleaved": {"name": "rope", "pairing": "interleaved", "fraction": 0.5},
     "sinusoidal": {"name": "sinusoidal", "base": 100.0},
     "alibi": {"name": "alibi"},
@@ -28,6 +35,9 @@ POSITIONS = {
 ATTENTIONS = {
     "mha": {},
     "bias": {"bias": True},
+    "no_out_bias": {"bias": True, "out_bias": False},
+    "out_bias": {"out_bias": True},
+    "head_dim": {"head_dim": 16, "n_kv_heads": 2},
     "gqa": {"n_kv_heads": 2},
     "mqa": {"n_kv_heads": 1},
     "window": {"window": 3},

@@ -101,14 +101,35 @@ def sinusoid(positions, dim, base):
     return table
 
 
-def turn(x, positions, dim, base, pairing):
+def slowed(w, scaling):
+    """Frequencies of Chen et al., 2023 (linear), or of LLaMA 3.1's published `apply_scaling`, one by one."""
+    if scaling is None:
+        return w
+    factor = scaling["factor"]
+    if scaling["name"] == "linear":
+        return w / factor
+    low, high = scaling.get("low_freq_factor", 1.0), scaling.get("high_freq_factor", 4.0)
+    context, slow = scaling.get("original_context", 8192), []
+    for one in w:
+        wavelength = 2 * math.pi / one
+        if wavelength < context / high:
+            slow.append(one)
+        elif wavelength > context / low:
+            slow.append(one / factor)
+        else:
+            smooth = (context / wavelength - low) / (high - low)
+            slow.append((1 - smooth) * one / factor + smooth * one)
+    return np.array(slow)
+
+
+def turn(x, positions, dim, base, pairing, scaling=None):
     """ "RoFormer", 2021: pairs of the first `dim` entries of x[..., T, d], as complex numbers, times e^(i p w)."""
     if pairing == "interleaved":
         first, second = list(range(0, dim, 2)), list(range(1, dim, 2))
     else:
         first, second = list(range(dim // 2)), list(range(dim // 2, dim))
     z = x[..., first] + 1j * x[..., second]
-    z = z * np.exp(1j * np.outer(positions, frequencies(dim, base)))
+    z = z * np.exp(1j * np.outer(positions, slowed(frequencies(dim, base), scaling)))
     y = x.copy()
     y[..., first], y[..., second] = z.real, z.imag
     return y
@@ -157,7 +178,7 @@ class Reference:
         c, (batch, length, width) = self.c, x.shape
         heads = c["n_heads"]
         kv_heads = options.get("n_kv_heads") or heads
-        d = width // heads
+        d = options.get("head_dim") or width // heads
         q, k, v = (self.linear(x, f"{name}.{part}") for part in "qkv")
         qk_norm = options.get("qk_norm", "none")
         if qk_norm == "full":
@@ -169,7 +190,7 @@ class Reference:
                 for document in (documents or [[0] * length] * batch)
             ]
         )  # [batch, query, key]
-        mixed = np.zeros_like(x)
+        mixed = np.zeros((batch, length, heads * d))
         for h in range(heads):
             g = h * kv_heads // heads  # neighbouring query heads share a key head
             qh, kh, vh = q[..., h * d : (h + 1) * d], k[..., g * d : (g + 1) * d], v[..., g * d : (g + 1) * d]
@@ -178,6 +199,7 @@ class Reference:
             if position["name"] == "rope":
                 dim = int(d * position.get("fraction", 1.0))
                 rest = (positions, dim, position.get("base", 10000.0), position.get("pairing", "interleaved"))
+                rest += (position.get("scaling"),)
                 qh, kh = turn(qh, *rest), turn(kh, *rest)
             scores = qh @ np.swapaxes(kh, -1, -2) / math.sqrt(d)
             if options.get("softcap"):

@@ -83,6 +83,48 @@ def test_the_cache_serves_every_placement_and_several_attentions(attention, plac
     assert (stepped - model(ids)).abs().max() <= 1e-11
 
 
+@pytest.mark.parametrize("position", POSITIONS)
+def test_left_padding_changes_nothing(attention, position):
+    """Rows of different lengths in one batch give what each gives alone, with and without the cache."""
+    model = model_with(attention, position)
+    ids = tokens(model.cfg, 3, T)
+    lengths = [T, 5, 1]
+    pads = torch.tensor([T - n for n in lengths])
+    for row, n in enumerate(lengths):  # text at the right, whatever at the left
+        ids[row, T - n :] = tokens(model.cfg, 1, T, seed=row)[0, :n]
+    positions = torch.arange(T) - pads[:, None]
+    whole = model(ids, Context(positions=positions))
+    cache = KVCache()
+    pieces = [model(ids[:, a:b], Context(positions[:, a:b], cache=cache)) for a, b in ((0, 9), (9, 10), (10, T))]
+    for row, n in enumerate(lengths):
+        alone = model(ids[row : row + 1, T - n :])[0]
+        assert (whole[row, T - n :] - alone).abs().max() <= 1e-11
+        assert (torch.cat(pieces, dim=1)[row, T - n :] - alone).abs().max() <= 1e-11
+    assert whole.isfinite().all()  # padding too: a value that is no number would spread through the mixing
+
+
+@pytest.mark.parametrize("position", ["rope", "learned", "alibi"])
+def test_rows_leave_the_cache(attention, position):
+    model = model_with(attention, position)
+    ids = tokens(model.cfg, 4, 7)
+    cache = KVCache()
+    model(ids[:, :5], Context(cache=cache))
+    cache.keep(torch.tensor([2, 0]))
+    kept = model(ids[[2, 0], 5:], Context(cache=cache))
+    assert (kept - model(ids[[2, 0]])[:, 5:]).abs().max() <= 1e-12
+
+
+def test_a_window_drops_what_no_token_sees_any_more(attention):
+    """The buffers of a windowed attention stay small, however long the text."""
+    model = model_with(attention, "rope", context_length=400)
+    ids = tokens(model.cfg, 1, 300)
+    cache = KVCache()
+    stepped = torch.cat([model(ids[:, t : t + 1], Context(cache=cache)) for t in range(300)], dim=1)
+    assert (stepped - model(ids)).abs().max() <= 1e-10
+    rooms = {pair.k.shape[2] for pair in cache._pairs.values()}
+    assert rooms == ({64} if "window" in ATTENTIONS[attention] else {526})  # 64, then twice what is needed
+
+
 def test_a_cache_does_not_go_with_documents(attention):
     model = model_with(attention, "rope")
     ids = tokens(model.cfg)

@@ -10,7 +10,7 @@ from helpers import small
 
 from gptframe.errors import UserError
 from gptframe.model import Context, build_model
-from gptframe.model.position import ALiBi, RoPE, SinusoidalPosition, alibi_slopes
+from gptframe.model.position import ALiBi, RoPE, SinusoidalPosition, alibi_slopes, scaled
 
 
 def rope(**options) -> RoPE:
@@ -52,6 +52,23 @@ def test_rotation_of_one_pair_by_hand():
     got = RoPE(cfg, pairing="half").rotate(y, y, Context(torch.tensor([0, 1])))[0][0, 0, 1]
     want = [math.cos(1), 0, 0, math.cos(1e-3), math.sin(1), 0, 0, math.sin(1e-3)]
     assert torch.allclose(got, torch.tensor(want), atol=1e-6)
+
+
+def test_llama3_scaling_by_hand():
+    """LLaMA 3.1 8B: base 500000, 64 pairs, factor 8 over 8192 tokens, bounds 1 and 4.
+
+    Wavelengths 2 pi / w below 2048 stay (pair 28: 1956), above 8192 are slowed 8 times (35: 8218), between them a blend
+    (30: 2948).
+    """
+    w = 500000.0 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    got = scaled(w, "llama3", factor=8.0, original_context=8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    wavelengths = 2 * math.pi / w
+    assert wavelengths[[28, 30, 35]].tolist() == pytest.approx([1956.5, 2948.3, 8218.3], abs=1)
+    assert torch.equal(got[:29], w[:29])
+    assert torch.allclose(got[35:], w[35:] / 8, rtol=1e-14)
+    smooth = (8192 / wavelengths[30] - 1) / 3
+    assert got[30].item() == pytest.approx(((1 - smooth) / 8 + smooth).item() * w[30].item(), rel=1e-14)
+    assert torch.equal(scaled(w, "linear", factor=4.0), w / 4)
 
 
 def test_far_positions_keep_their_digits():
@@ -102,6 +119,28 @@ REFUSED = {
     "an odd part": ({}, {"name": "rope", "fraction": 0.4}, "0.4 of the head dimension"),
     "no part": ({}, {"name": "rope", "fraction": 0.0}, r"fraction=0.0 must be in \(0, 1\]"),
     "more than all": ({}, {"name": "rope", "fraction": 1.5}, r"fraction=1.5 must be in \(0, 1\]"),
+    "an unknown scaling": (
+        {},
+        {"name": "rope", "scaling": {"name": "yarn", "factor": 2}},
+        "'yarn' must be one of linear",
+    ),
+    "a scaling by 1": ({}, {"name": "rope", "scaling": {"name": "linear", "factor": 1}}, "factor=1 scales nothing"),
+    "no factor": ({}, {"name": "rope", "scaling": {"name": "linear"}}, "needs a factor"),
+    "an option of llama3 for linear": (
+        {},
+        {"name": "rope", "scaling": {"name": "linear", "factor": 2, "original_context": 5}},
+        "scaling.original_context: linear has no such option",
+    ),  # fmt: skip
+    "crossed bounds": (
+        {},
+        {"name": "rope", "scaling": {"name": "llama3", "factor": 2, "low_freq_factor": 5}},
+        "must be below",
+    ),  # fmt: skip
+    "a negative factor": (
+        {},
+        {"name": "rope", "scaling": {"name": "linear", "factor": -2}},
+        "must be a number greater",
+    ),
     "a base of 0": ({}, {"name": "rope", "base": 0}, "base=0.0 greater than 0"),
     "a negative base": ({}, {"name": "sinusoidal", "base": -2}, r"model.position.base=-2.0 must be greater than 0"),
     "an odd width": ({"d_model": 33, "n_heads": 3}, {"name": "sinusoidal"}, "needs an even model.d_model, not 33"),

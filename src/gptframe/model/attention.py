@@ -26,8 +26,12 @@ class Attention(nn.Module):
         window: how many tokens each one sees, itself included (Mistral, 2023); null for all.
         qk_norm: `none`; `head` normalises each head's queries and keys (Qwen 3); `full` all heads together (OLMo 2).
         softcap: c in c * tanh(scores / c) (Gemma 2, 2024); null for none.
-        bias: biases of all four projections.
+        bias: biases of queries, keys and values.
+        out_bias: bias of the output projection; null for the same as `bias` (Qwen 2 has only the former three).
+        head_dim: width of each head; null for d_model / n_heads. Of all layers alike.
     """
+
+    incremental = True
 
     def __init__(
         self,
@@ -38,8 +42,12 @@ class Attention(nn.Module):
         qk_norm: str = "none",
         softcap: float | None = None,
         bias: bool = False,
+        out_bias: bool | None = None,
+        head_dim: int | None = None,
     ):
         super().__init__()
+        if head_dim is not None and head_dim != cfg.head_dim:
+            raise UserError(f"head_dim={head_dim} of one layer: give model.attention.head_dim, which holds for all")
         self.n_heads, self.head_dim = cfg.n_heads, cfg.head_dim
         self.n_kv_heads = cfg.n_heads if n_kv_heads is None else n_kv_heads
         if self.n_kv_heads < 1 or cfg.n_heads % self.n_kv_heads:
@@ -50,12 +58,13 @@ class Attention(nn.Module):
             raise UserError(f"model.attention.softcap={softcap} must be greater than 0")
         self.window, self.softcap, self.dropout = window, softcap, cfg.dropout
 
-        kv_dim = self.n_kv_heads * self.head_dim
-        self.q = nn.Linear(cfg.d_model, cfg.d_model, bias=bias)
+        q_dim, kv_dim = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        self.q = nn.Linear(cfg.d_model, q_dim, bias=bias)
         self.k = nn.Linear(cfg.d_model, kv_dim, bias=bias)
         self.v = with_role(nn.Linear(cfg.d_model, kv_dim, bias=bias), "value")
-        self.out = with_role(nn.Linear(cfg.d_model, cfg.d_model, bias=bias), "residual")
-        dims = {"none": None, "head": (self.head_dim, self.head_dim), "full": (cfg.d_model, kv_dim)}
+        out_bias = bias if out_bias is None else out_bias
+        self.out = with_role(nn.Linear(q_dim, cfg.d_model, bias=out_bias), "residual")
+        dims = {"none": None, "head": (self.head_dim, self.head_dim), "full": (q_dim, kv_dim)}
         if qk_norm not in dims:
             raise UserError(f"model.attention.qk_norm={qk_norm!r} must be one of {', '.join(dims)}")
         self.norm_full = qk_norm == "full"
@@ -74,22 +83,29 @@ class Attention(nn.Module):
         q, k = self.position.rotate(q, k, ctx)
         k_positions = ctx.positions
         if ctx.cache is not None:
-            k, v = ctx.cache.append(self, k, v)
-            k_positions = ctx.cache.positions
+            k, v = ctx.cache.append(self, k, v, self.window)
+            k_positions = ctx.cache.positions[..., -k.shape[2] :]
         y = self.attend(q.to(v.dtype), k.to(v.dtype), v, ctx, k_positions)  # [B, H, T, d]
         return self.out(y.transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, k_positions: Tensor) -> Tensor:
         """Mix v[B,Hk,S,d] by the pattern of q[B,H,T,d] and k[B,Hk,S,d]; returns [B,H,T,d]."""
-        groups = self.n_heads // self.n_kv_heads
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        groups, n_queries, n_keys = self.n_heads // self.n_kv_heads, q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
         bias = self.position.score_bias(ctx.positions, k_positions)
-        plain = bias is None and self.softcap is None and ctx.documents is None and ctx.cache is None
-        if plain and (self.window is None or self.window >= q.shape[2]):
+        plain = bias is None and self.softcap is None and ctx.documents is None and ctx.positions.ndim == 1
+        if plain and n_queries == 1 and ctx.cache is not None:  # the newest token sees all that the cache hands out
+            # the queries that share a head of keys stand where a text's tokens would: nothing is copied
+            shared = q.reshape(q.shape[0], self.n_kv_heads, groups, -1)
+            return F.scaled_dot_product_attention(shared, k, v, dropout_p=dropout).reshape(q.shape)
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        if plain and n_queries == n_keys and (self.window is None or self.window >= n_keys):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-        mask = self.mask(ctx, k_positions)
+        if ctx.cache is None:
+            mask = self.mask(ctx, k_positions)
+        else:
+            mask = ctx.cache.shared(("mask", self.window, n_keys), lambda: self.mask(ctx, k_positions))
         if bias is not None:
             mask = bias.to(q.dtype).masked_fill(~mask, -math.inf)
         if self.softcap is None:
@@ -102,8 +118,11 @@ class Attention(nn.Module):
 
     def mask(self, ctx: Context, k_positions: Tensor) -> Tensor:
         """Bool, broadcastable to [B,H,T,S]: True where a query may look at a key."""
-        distance = ctx.positions[:, None] - k_positions[None, :]  # [T, S]
+        distance = ctx.positions[..., :, None] - k_positions[..., None, :]  # [T, S], or [B, T, S]
         mask = distance >= 0
+        if distance.ndim == 3:  # padding, at positions below 0, is seen by padding alone
+            mask = (mask & ((k_positions >= 0)[:, None, :] | (ctx.positions < 0)[:, :, None]))[:, None]
+            distance = distance[:, None]
         if self.window is not None:
             mask = mask & (distance < self.window)
         if ctx.documents is not None:

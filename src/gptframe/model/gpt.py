@@ -15,7 +15,7 @@ from gptframe.model.context import Context, KVCache
 from gptframe.model.init import initialize, with_role
 from gptframe.model.loss import head_cross_entropy
 from gptframe.model.norm import NormPlacement
-from gptframe.model.position import position_at
+from gptframe.model.position import Position, position_at
 from gptframe.registry import check, lookup, signature_options
 
 __all__ = ["GPT", "Context", "KVCache", "build_model"]
@@ -31,6 +31,7 @@ class GPT(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         check_architecture(cfg)
+        assert cfg.vocab_size is not None
         self.cfg = cfg
         placement = lookup("norm_placement", cfg.norm_placement["name"])
         n_sublayers = sum(len(cfg.block_of(layer)) for layer in range(cfg.n_layers))
@@ -79,9 +80,20 @@ class GPT(nn.Module):
         x = self.stream(ids, ctx)
         if targets is not None:
             return head_cross_entropy(x, self.head_weight, targets, self.cfg.logit_softcap)
+        return self.read_out(x)
+
+    def read_out(self, x: Tensor) -> Tensor:
+        """Logits [..., V] of the normalised stream x[..., D]."""
         logits = F.linear(x, self.head_weight)
         cap = self.cfg.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @property
+    def incremental(self) -> bool:
+        """Whether all parts give the same with a cache and in a padded batch (see `Context`)."""
+        cores = [sublayer.core for block in self.blocks for sublayer in block.children()]
+        positions = [m for m in self.modules() if isinstance(m, Position)]
+        return all(getattr(part, "incremental", False) for part in [*cores, self.position, *positions])
 
     def _with_positions(self, ids: Tensor, ctx: Context | None) -> Context:
         past = len(ctx.cache) if ctx is not None and ctx.cache is not None else 0

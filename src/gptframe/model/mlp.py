@@ -18,6 +18,8 @@ class MLP(nn.Module):
         bias: biases of all projections.
     """
 
+    incremental = True
+
     def __init__(self, cfg: ModelConfig, layer: int, bias: bool = True):
         super().__init__()
         self.activation = build("activation", cfg.activation, key="model.activation")

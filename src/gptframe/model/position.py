@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ class Position(nn.Module):
     """
 
     seat = "embedding"
+    incremental = False
+    """Whether ctx.positions may be Long[B,T] with values below 0 for padding (see `Context`)."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -35,7 +38,7 @@ class Position(nn.Module):
         return q, k
 
     def score_bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor | None:
-        """What is added to the scores: [H,T,S] for positions Long[T] and Long[S], or None."""
+        """What is added to the scores: [H,T,S] for positions Long[T] and Long[S] ([B,H,T,S] for rows of their own)."""
         return None
 
 
@@ -48,28 +51,36 @@ def position_at(seat: str, cfg: ModelConfig) -> Position:
             f"position {name!r} ({origin('position', name)}): seat={cls_seat!r} must be embedding or attention"
         )
     if cls_seat != seat:
-        return Position(cfg)
+        return NoPosition(cfg)
     return build("position", cfg.position, cfg, key="model.position")
 
 
-register("position", "none")(Position)
+@register("position", "none")
+class NoPosition(Position):
+    """The order of the tokens shows in the causal mask alone (Kazemnejad et al., 2023)."""
+
+    incremental = True
 
 
 @register("position", "learned")
 class LearnedPosition(Position):
     """One trained vector a position (GPT-2)."""
 
+    incremental = True
+
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
         self.table = with_role(nn.Embedding(cfg.context_length, cfg.d_model), "embedding")
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        return x + self.table(ctx.positions)
+        return x + self.table(ctx.positions if ctx.positions.ndim == 1 else ctx.positions.clamp(min=0))
 
 
 @register("position", "sinusoidal")
 class SinusoidalPosition(Position):
     """sin(p w_i) in even and cos(p w_i) in odd dimensions, w_i = base^(-2i/D) (Vaswani et al., 2017)."""
+
+    incremental = True
 
     def __init__(self, cfg: ModelConfig, base: float = 10000.0):
         super().__init__(cfg)
@@ -80,7 +91,7 @@ class SinusoidalPosition(Position):
         self.dim, self.base = cfg.d_model, base
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        angle = _angles(ctx.positions, self.dim, self.base)  # [T, D/2]
+        angle = _angles(ctx.positions, _frequencies(self.dim, self.base, ctx.positions.device))  # [T, D/2]
         return x + torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2).to(x.dtype)
 
 
@@ -92,11 +103,21 @@ class RoPE(Position):
         pairing: `interleaved` rotates dimensions (2i, 2i+1), as in the paper; `half` rotates (i, i + d/2), as in
             GPT-NeoX and LLaMA's released weights.
         fraction: the part of the head dimension that is rotated (0.25 in Pythia).
+        scaling: stretches the w_i for a context longer than the one that the model was trained on, as in
+            `{name: llama3, factor: 8, original_context: 8192}`; see `scaled`. null for none.
     """
 
     seat = "attention"
+    incremental = True
 
-    def __init__(self, cfg: ModelConfig, base: float = 10000.0, pairing: str = "interleaved", fraction: float = 1.0):
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        base: float = 10000.0,
+        pairing: str = "interleaved",
+        fraction: float = 1.0,
+        scaling: dict[str, Any] | None = None,
+    ):
         super().__init__(cfg)
         if pairing not in ("interleaved", "half"):
             raise UserError(f"model.position.pairing={pairing!r} is neither 'interleaved' nor 'half'")
@@ -109,11 +130,22 @@ class RoPE(Position):
                 f"{cfg.head_dim} is {self.dim}, which must be even and not 0"
             )
         self.base, self.pairing = base, pairing
+        self.scaling = None if scaling is None else _check_scaling(scaling)
 
     def rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        angle = _angles(ctx.positions, self.dim, self.base)  # [T, d/2]
-        cos, sin = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
+        if ctx.cache is None:
+            cos, sin = self._turns(ctx.positions, q.dtype)
+        else:  # the same for all layers
+            key = (self.dim, self.base, str(self.scaling), q.dtype)
+            cos, sin = ctx.cache.shared(key, lambda: self._turns(ctx.positions, q.dtype))
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+
+    def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        w = _frequencies(self.dim, self.base, positions.device)
+        angle = _angles(positions, w if self.scaling is None else scaled(w, **self.scaling))  # [T, d/2]
+        if angle.ndim == 3:
+            angle = angle[:, None]  # [B, 1, T, d/2]
+        return angle.cos().to(dtype), angle.sin().to(dtype)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned, rest = x[..., : self.dim], x[..., self.dim :]
@@ -131,6 +163,7 @@ class ALiBi(Position):
     """Adds -slope_h * (query position - key position) to the scores (Press et al., 2021)."""
 
     seat = "attention"
+    incremental = True
 
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
@@ -138,8 +171,8 @@ class ALiBi(Position):
 
     def score_bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         slopes = torch.tensor(self.slopes, device=q_positions.device, dtype=torch.float64)
-        distance = (q_positions[:, None] - k_positions[None, :]).clamp(min=0)  # [T, S]
-        return -slopes[:, None, None] * distance
+        distance = (q_positions[..., :, None] - k_positions[..., None, :]).clamp(min=0)  # [T, S], or [B, T, S]
+        return -slopes[:, None, None] * distance.unsqueeze(-3)
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
@@ -152,9 +185,60 @@ def alibi_slopes(n_heads: int) -> list[float]:
     return series(power) + series(2 * power)[0::2][: n_heads - power]
 
 
-def _angles(positions: Tensor, dim: int, base: float) -> Tensor:
+def _frequencies(dim: int, base: float, device: torch.device) -> Tensor:
+    """w_i = base^(-2i/dim), [dim/2]."""
     # In float64, since p * w loses digits in float32 from a few thousand positions on. Not a buffer: `.to(bfloat16)`
     # would round it.
-    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
-    exponent = torch.arange(0, dim, 2, device=positions.device, dtype=dtype) / dim
-    return positions.to(dtype)[..., None] * base**-exponent
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return base ** -(torch.arange(0, dim, 2, device=device, dtype=dtype) / dim)
+
+
+def _angles(positions: Tensor, frequencies: Tensor) -> Tensor:
+    return positions.to(frequencies.dtype)[..., None] * frequencies
+
+
+def scaled(
+    w: Tensor,
+    name: str,
+    factor: float,
+    original_context: int = 8192,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+) -> Tensor:
+    """The frequencies w[d/2], slowed down.
+
+    linear      w / factor (Chen et al., Position Interpolation, 2023)
+    llama3      w / factor for wavelengths 2 pi / w above original_context / low_freq_factor, w for those below
+                original_context / high_freq_factor, and between them (1 - s) w / factor + s w, where s goes from 0 to 1
+                with original_context / wavelength (LLaMA 3.1, 2024)
+    """
+    if name == "linear":
+        return w / factor
+    turns = original_context * w / (2 * math.pi)  # within the original context
+    s = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return (1 - s) * w / factor + s * w
+
+
+_SCALINGS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_context", "low_freq_factor", "high_freq_factor"),
+}
+
+
+def _check_scaling(scaling: dict[str, Any]) -> dict[str, Any]:
+    key, options = "model.position.scaling", {k: v for k, v in scaling.items() if k != "name"}
+    name = scaling.get("name")
+    if name not in _SCALINGS:
+        raise UserError(f"{key}.name={name!r} must be one of {', '.join(_SCALINGS)}")
+    for option, value in options.items():
+        if option not in _SCALINGS[name]:
+            raise UserError(f"{key}.{option}: {name} has no such option. Known: {', '.join(_SCALINGS[name])}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise UserError(f"{key}.{option}={value!r} must be a number greater than 0")
+    if "factor" not in options:
+        raise UserError(f"{key} needs a factor, as in {key}={{name: {name}, factor: 8}}")
+    if options["factor"] == 1:
+        raise UserError(f"{key}.factor=1 scales nothing: use {key}=null")
+    if name == "llama3" and not options.get("low_freq_factor", 1) < options.get("high_freq_factor", 4):
+        raise UserError(f"{key}.low_freq_factor must be below {key}.high_freq_factor")
+    return {"name": name, **options}
