@@ -306,7 +306,7 @@ class Machine:
             return {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name](*args)
         if name in ("min", "max"):
             pick = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}[name]
-            return pick[0 if floating else 1](*args)
+            return pick[0 if floating and "NaN" not in mods else 1](*args)
         if name in ("div", "rem"):
             return args[0] // args[1] if name == "div" else args[0] % args[1]
         if name in ("and", "or", "xor"):

@@ -53,7 +53,7 @@ def test_every_finite_half_is_rounded_correctly_more_often_than_by_aten(dtype):
     assert wrong(OPS.gelu_double_backward(one, one, x), ddy) <= 8 < wrong(second, ddy)
 
 
-@pytest.mark.parametrize("scale", [0.02, 0.3, 1.0, 3.0, 8.0])
+@pytest.mark.parametrize("scale", [0.02, 0.05, 0.3, 1.0, 3.0, 8.0])
 def test_float32_is_no_worse_than_aten(scale):
     x = torch.randn(300_001, generator=torch.Generator().manual_seed(1)) * scale
     y, dy, _ = (t.float() for t in formula(x))
@@ -84,7 +84,7 @@ def test_float64_is_no_worse_than_aten(scale):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_special_values_are_as_atens(dtype):
+def test_special_values(dtype):
     big, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
     x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, tiny / 4, -tiny / 4, tiny, big, -big], dtype=dtype)
     y = OPS.gelu(x)
@@ -93,8 +93,11 @@ def test_special_values_are_as_atens(dtype):
     assert y[5:9].tolist() == formula(x)[0].to(dtype)[5:9].tolist()  # denormals are not flushed
     assert y[8] == big and y[9] == 0 and y.signbit()[9]
     dy = OPS.gelu_backward(torch.ones_like(x), x)
-    assert dy.isnan().tolist() == [False, False, True, True, True] + [False] * 5
-    assert dy[[0, 1, 5, 6, 7, 8, 9]].tolist() == [0.5, 0.5, 0.5, 0.5, 0.5, 1, 0]  # ATen: NaN at the last two in float32
+    # The limits; ATen has NaN at the infinities, and in float32 at the largest numbers, too.
+    assert dy.isnan().tolist() == [False] * 4 + [True] + [False] * 5
+    assert dy[[0, 1, 2, 3, 5, 6, 7, 8, 9]].tolist() == [0.5, 0.5, 1, 0, 0.5, 0.5, 0.5, 1, 0]
+    ddy = OPS.gelu_double_backward(torch.ones_like(x), torch.ones_like(x), x)
+    assert ddy.isnan().tolist() == dy.isnan().tolist() and ddy[[2, 3, 8, 9]].tolist() == [0] * 4
 
 
 @settings(max_examples=300, deadline=None)

@@ -27,59 +27,96 @@ struct Scalar : Policy {
 };
 
 #if GELU_ISA == 512
+// Several vectors go through every step side by side. One alone is a chain of forty instructions that each wait for the
+// one before, and the processor's scheduler is too small to hold enough of such chains to stay busy.
+constexpr int kSide = 2;
+template <class V>
+struct Side {
+  V v[kSide];
+};
+#define GELU_EACH(expression)                                \
+  Side<V> out;                                               \
+  _Pragma("GCC unroll 8") for (int i = 0; i < kSide; ++i) out.v[i] = (expression); \
+  return out;
+template <class V>
+GELU_FN Side<V> operator+(Side<V> a, Side<V> b) {
+  GELU_EACH(a.v[i] + b.v[i])
+}
+template <class V>
+GELU_FN Side<V> operator-(Side<V> a, Side<V> b) {
+  GELU_EACH(a.v[i] - b.v[i])
+}
+template <class V>
+GELU_FN Side<V> operator*(Side<V> a, Side<V> b) {
+  GELU_EACH(a.v[i] * b.v[i])
+}
+template <class V>
+GELU_FN Side<V> operator-(Side<V> a) {
+  GELU_EACH(-a.v[i])
+}
+
 template <bool Exact>
 struct VectorFloat {
-  using R = __m512;
+  using V = __m512;
+  using R = Side<V>;
   static constexpr GeluStyle kStyle = Exact ? kExact : kQuick;
-  static constexpr int kLanes = 16;
-  GELU_FN static R get(const float* p) { return _mm512_loadu_ps(p); }
-  GELU_FN static void put(float* p, R v) { _mm512_storeu_ps(p, v); }
-  GELU_FN static R c(double v) { return _mm512_set1_ps((float)v); }
-  GELU_FN static R fma(R a, R b, R d) { return _mm512_fmadd_ps(a, b, d); }
+  static constexpr int kLanes = 16 * kSide;
+  GELU_FN static R get(const float* p) { GELU_EACH(_mm512_loadu_ps(p + 16 * i)) }
+  GELU_FN static void put(float* p, R r) {
+    _Pragma("GCC unroll 8") for (int i = 0; i < kSide; ++i) _mm512_storeu_ps(p + 16 * i, r.v[i]);
+  }
+  GELU_FN static R c(double v) { GELU_EACH(_mm512_set1_ps((float)v)) }
+  GELU_FN static R fma(R a, R b, R d) { GELU_EACH(_mm512_fmadd_ps(a.v[i], b.v[i], d.v[i])) }
   GELU_FN static R positive(R x, R a, R b) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ), b, a);
+    GELU_EACH(_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v[i], _mm512_setzero_ps(), _CMP_GT_OQ), b.v[i], a.v[i]))
   }
-  GELU_FN static R inside(R m, R a, R b) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(m, c(12), _CMP_LT_OQ), b, a);
-  }
-  GELU_FN static R magnitude(R x) { return _mm512_min_ps(_mm512_abs_ps(x), c(12)); }
+  // The minimum returns its second operand where that is a NaN.
+  GELU_FN static R magnitude(R x) { GELU_EACH(_mm512_min_ps(_mm512_set1_ps(12), _mm512_abs_ps(x.v[i]))) }
   GELU_FN static R exp2(R t) {
-    const R n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = t - n;
-    return _mm512_scalef_ps(Exact ? gelu_exp2_degree6<VectorFloat>(f) : gelu_exp2_degree5<VectorFloat>(f), n);
+    const R n = rounded(t), f = t - n;
+    const R p = Exact ? gelu_exp2_degree6<VectorFloat>(f) : gelu_exp2_degree5<VectorFloat>(f);
+    GELU_EACH(_mm512_scalef_ps(p.v[i], n.v[i]))
   }
-  GELU_FN static R finite(R e) { return e; }
+  GELU_FN static R rounded(R t) {
+    GELU_EACH(_mm512_roundscale_ps(t.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+  }
   GELU_FN static R reciprocal(R q) {  // 14 bits, then one Newton step
-    const R r = _mm512_rcp14_ps(q);
+    const R r = estimate(q);
     return fma(r, fma(-q, r, c(1)), r);
   }
+  GELU_FN static R estimate(R q) { GELU_EACH(_mm512_rcp14_ps(q.v[i])) }
 };
 
 struct VectorDouble {
-  using R = __m512d;
+  using V = __m512d;
+  using R = Side<V>;
   static constexpr GeluStyle kStyle = kExact;
-  static constexpr int kLanes = 8;
-  GELU_FN static R get(const double* p) { return _mm512_loadu_pd(p); }
-  GELU_FN static void put(double* p, R v) { _mm512_storeu_pd(p, v); }
-  GELU_FN static R c(double v) { return _mm512_set1_pd(v); }
-  GELU_FN static R fma(R a, R b, R d) { return _mm512_fmadd_pd(a, b, d); }
+  static constexpr int kLanes = 8 * kSide;
+  GELU_FN static R get(const double* p) { GELU_EACH(_mm512_loadu_pd(p + 8 * i)) }
+  GELU_FN static void put(double* p, R r) {
+    _Pragma("GCC unroll 8") for (int i = 0; i < kSide; ++i) _mm512_storeu_pd(p + 8 * i, r.v[i]);
+  }
+  GELU_FN static R c(double v) { GELU_EACH(_mm512_set1_pd(v)) }
+  GELU_FN static R fma(R a, R b, R d) { GELU_EACH(_mm512_fmadd_pd(a.v[i], b.v[i], d.v[i])) }
   GELU_FN static R positive(R x, R a, R b) {
-    return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(x, _mm512_setzero_pd(), _CMP_GT_OQ), b, a);
+    GELU_EACH(_mm512_mask_blend_pd(_mm512_cmp_pd_mask(x.v[i], _mm512_setzero_pd(), _CMP_GT_OQ), b.v[i], a.v[i]))
   }
-  GELU_FN static R inside(R m, R a, R b) {
-    return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(m, c(24), _CMP_LT_OQ), b, a);
-  }
-  GELU_FN static R magnitude(R x) { return _mm512_min_pd(_mm512_abs_pd(x), c(24)); }
+  GELU_FN static R magnitude(R x) { GELU_EACH(_mm512_min_pd(_mm512_set1_pd(24), _mm512_abs_pd(x.v[i]))) }
   GELU_FN static R exp2(R t) {
-    const R n = _mm512_roundscale_pd(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return _mm512_scalef_pd(gelu_exp2_degree11<VectorDouble>(t - n), n);
+    const R n = rounded(t), p = gelu_exp2_degree11<VectorDouble>(t - n);
+    GELU_EACH(_mm512_scalef_pd(p.v[i], n.v[i]))
   }
-  GELU_FN static R finite(R e) { return e; }
+  GELU_FN static R rounded(R t) {
+    GELU_EACH(_mm512_roundscale_pd(t.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+  }
   GELU_FN static R reciprocal(R q) {  // 14 bits, then two Newton steps
-    R r = _mm512_rcp14_pd(q);
+    R r = estimate(q);
     r = fma(r, fma(-q, r, c(1)), r);
     return fma(r, fma(-q, r, c(1)), r);
   }
+  GELU_FN static R estimate(R q) { GELU_EACH(_mm512_rcp14_pd(q.v[i])) }
 };
+#undef GELU_EACH
 using ExactFloat = VectorFloat<true>;
 using QuickFloat = VectorFloat<false>;
 using ExactDouble = VectorDouble;
@@ -191,8 +228,17 @@ GELU_FN void unpad(const T* block, T* to, long long n) {
   __builtin_memcpy((void*)to, (const void*)block, (unsigned long)n * sizeof(T));
 }
 
+// Fetches the block that lies 4 KiB further on, to be read (0) or written (1). The loads of a block come too late for
+// the hardware's own prefetcher to hide the memory behind the arithmetic. Past the end of an array it does nothing.
+template <int Write, class T>
+GELU_FN void ahead(const T* p) {
+  for (int i = 0; i < (int)(kBlock * sizeof(T)); i += 64) __builtin_prefetch((const char*)p + 4096 + i, Write, 3);
+}
+
 template <class T>
 GELU_FN void forward_block(const T* px, T* py) {
+  ahead<0>(px);
+  ahead<1>(py);
   using M = typename Widen<T>::M;
   using W = typename Widen<T>::W;
   alignas(64) W bx[kBlock], by[kBlock];
@@ -204,6 +250,9 @@ GELU_FN void forward_block(const T* px, T* py) {
 
 template <class T>
 GELU_FN void backward_block(const T* pg, const T* px, T* pd) {
+  ahead<0>(px);
+  ahead<0>(pg);
+  ahead<1>(pd);
   using M = typename Widen<T>::M;
   using W = typename Widen<T>::W;
   alignas(64) W bx[kBlock], bg[kBlock], bd[kBlock];
@@ -215,6 +264,10 @@ GELU_FN void backward_block(const T* pg, const T* px, T* pd) {
 
 template <class T>
 GELU_FN void double_backward_block(const T* pgg, const T* pg, const T* px, T* pd) {
+  ahead<0>(px);
+  ahead<0>(pg);
+  ahead<0>(pgg);
+  ahead<1>(pd);
   using M = typename Widen<T>::M;
   using W = typename Widen<T>::W;
   alignas(64) W bx[kBlock], bg[kBlock], bgg[kBlock], bd[kBlock];
@@ -267,6 +320,8 @@ void double_backward(const T* gg, const T* g, const T* x, T* dx, long long n) {
 // y = gelu(x + bias) on a block of one row; the sum is not rounded to T.
 template <class T, class B>
 GELU_FN void bias_forward_block(const T* px, const B* pb, T* py) {
+  ahead<0>(px);
+  ahead<1>(py);
   using M = typename Widen<T>::M;
   using W = typename Widen<T>::W;
   alignas(64) W bx[kBlock], bb[kBlock], by[kBlock];
@@ -279,6 +334,9 @@ GELU_FN void bias_forward_block(const T* px, const B* pb, T* py) {
 // dx = g * gelu'(x + bias); sum += dx, before dx is rounded to T.
 template <class T, class B>
 GELU_FN void bias_backward_block(const T* pg, const T* px, const B* pb, T* pd, typename Widen<T>::W* sum) {
+  ahead<0>(px);
+  ahead<0>(pg);
+  ahead<1>(pd);
   using M = typename Widen<T>::M;
   using W = typename Widen<T>::W;
   alignas(64) W bx[kBlock], bg[kBlock], bb[kBlock], bd[kBlock];

@@ -25,19 +25,20 @@ struct BFloat16 {
   unsigned short bits;
 };
 
+#if defined(__CUDA_ARCH__)
+GELU_FN float capped(float x) {  // fminf would lose a NaN
+  float m;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(fabsf(x)), "f"(12.0f));
+  return m;
+}
+#endif
+
 // 16-bit types: two special-function instructions, each good to about 2^-22. An input below -10 gives 0 in place of a
 // result below 2^-122.
 struct QuickFloat : ScalarFloat<false> {
   static constexpr GeluStyle kStyle = kSigned;
-  GELU_FN static float finite(float e) {
 #if defined(__CUDA_ARCH__)
-    return fminf(e, 8.507059e37f);
-#else
-    return e < 8.507059e37f ? e : 8.507059e37f;
-#endif
-  }
-#if defined(__CUDA_ARCH__)
-  GELU_FN static float magnitude(float x) { return fminf(fabsf(x), kCap); }
+  GELU_FN static float magnitude(float x) { return capped(x); }
   GELU_FN static float exp2(float t) {
     float e;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(t));
@@ -57,7 +58,7 @@ struct QuickFloat : ScalarFloat<false> {
 // none of the special cases of a division.
 struct ExactFloat : ScalarFloat<true> {
 #if defined(__CUDA_ARCH__)
-  GELU_FN static float magnitude(float x) { return fminf(fabsf(x), kCap); }
+  GELU_FN static float magnitude(float x) { return capped(x); }
   GELU_FN static float reciprocal(float q) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(q));

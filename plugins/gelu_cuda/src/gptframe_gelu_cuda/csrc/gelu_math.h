@@ -2,7 +2,10 @@
 //
 // tanh-GELU (Hendrycks and Gimpel, 2016) is x*sigmoid(v) with v = 2*sqrt(2/pi)*(x + 0.044715*x^3), since
 // (1 + tanh(v/2))/2 = sigmoid(v). Everything below is written with e = exp(-|v|), which is at most 1: no subtraction
-// cancels in the tails (1 + tanh does), and nothing overflows for a finite x. Infinities and NaN give what ATen gives.
+// cancels in the tails (1 + tanh does), and nothing overflows for a finite x. The value at -infinity is NaN, as ATen's;
+// the derivatives at infinities are their limits.
+//
+// With h = e/(1+e) = sigmoid(-|v|), at most 1/2, sigmoid(v) is 1-h for x > 0 and h otherwise.
 //
 // No include guard on purpose: gelu_cpu.cpp includes this file once per instruction set, each time in its own
 // namespace. The includer defines GELU_FN (function qualifiers) and, per use, a policy M that says how to compute:
@@ -10,14 +13,12 @@
 //   M::c(double)               a constant
 //   M::fma(a, b, c)            a*b + c in one rounding
 //   M::positive(x, a, b)       x > 0 ? a : b
-//   M::inside(m, a, b)         m < kCap ? a : b
-//   M::magnitude(x)            min(|x|, kCap), where e has underflowed to 0 at kCap; kCap for a NaN
+//   M::magnitude(x)            min(|x|, kCap), where e has underflowed to 0 at kCap; NaN for a NaN
 //   M::exp2(t)                 2^t for t from the exponent at kCap up to 0
 //   M::reciprocal(q)           1/q for 1 <= q <= 2, to an ulp or so
-//   M::finite(e)               e, or 2^126 where it is larger (kSigned)
-//   M::kStyle                  kExact compensates roundings (float and double); kQuick does not, since 16-bit results
-//                              hide them; kSigned is kQuick with e = exp(-v), which may become infinite, on processors
-//                              whose exp2 and reciprocal saturate in one instruction
+//   M::kStyle                  kExact makes up for what e/(1+e) loses to rounding (float and double); kQuick does not,
+//                              since 16-bit results hide it; kSigned is kQuick where exp2 and reciprocal saturate in
+//                              one instruction: the value then takes exp(-v) as it is, infinite or not
 
 // log2(e) * 2*sqrt(2/pi), the same times 0.044715, and the coefficients of v' = V1 + V3*x^2 and v'' = 2*V3*x.
 #define GELU_A 2.302208198144324889133895
@@ -27,68 +28,58 @@
 
 enum GeluStyle { kExact, kQuick, kSigned };
 
-// e = exp(-|v|)
+// h, and what its rounding lost (0 unless kExact). m is the magnitude of x.
 template <class M>
-GELU_FN typename M::R gelu_decay(typename M::R magnitude, typename M::R x2) {
-  return M::exp2(magnitude * M::fma(M::c(-GELU_B), x2, M::c(-GELU_A)));
+struct GeluTail {
+  typename M::R h, lost;
+};
+template <class M>
+GELU_FN GeluTail<M> gelu_tail(typename M::R m, typename M::R x2) {
+  using R = typename M::R;
+  const R e = M::exp2(m * M::fma(M::c(-GELU_B), x2, M::c(-GELU_A)));
+  const R q = M::c(1) + e;
+  const R r = M::reciprocal(q);
+  const R h = e * r;
+  if (M::kStyle != kExact) return {h, M::c(0)};
+  const R q_lost = (M::c(1) - q) + e;
+  return {h, M::fma(-h, q_lost, M::fma(-h, q, e)) * r};
 }
 
-// y = x * sigmoid(v) = n/q with n = {x, x*e} and q = 1 + e
+// y = x - x*h for x > 0, else x*h
 template <class M>
 GELU_FN typename M::R gelu_value(typename M::R x) {
   using R = typename M::R;
   if (M::kStyle == kSigned)
     return x * M::reciprocal(M::c(1) + M::exp2(x * M::fma(M::c(-GELU_B), x * x, M::c(-GELU_A))));
   const R m = M::magnitude(x);
-  const R e = gelu_decay<M>(m, m * m);
-  const R q = M::c(1) + e;
-  const R r = M::reciprocal(q);
-  const R n = x * M::positive(x, M::c(1), e);
-  const R y = n * r;
-  if (M::kStyle != kExact) return y;
-  // One step of refinement with what q lost to rounding; not where e is 0, so that infinities stay. The excess is
-  // subtracted, not the lack added: a zero keeps its sign.
-  const R q_lost = (M::c(1) - q) + e;
-  const R excess = M::fma(y, q_lost, M::fma(y, q, -n));
-  return M::inside(m, M::fma(-excess, r, y), y);
+  const GeluTail<M> tail = gelu_tail<M>(m, m * m);
+  const R h = M::kStyle == kExact ? tail.h + tail.lost : tail.h;
+  return M::positive(x, M::fma(-m, h, x), x * h);
 }
 
-// dy/dx = s + s*(1-s)*x*v', s = sigmoid(v) = {1, e}/q. The products are ordered so that no finite x overflows.
+// dy/dx = s + x*v'*s*(1-s), s = sigmoid(v): 1+g for x > 0, else -g, with g = |x|*v'*h*(1-h) - h
 template <class M>
 GELU_FN typename M::R gelu_slope(typename M::R x) {
   using R = typename M::R;
   const R m = M::magnitude(x);
   const R x2 = m * m;
-  const R dv = M::fma(M::c(GELU_V3), x2, M::c(GELU_V1));
-  if (M::kStyle == kSigned) {
-    const R e = M::exp2(x * M::fma(M::c(-GELU_B), x2, M::c(-GELU_A)));
-    const R s = M::reciprocal(M::c(1) + e);
-    return M::fma(x * s, M::finite(e) * s * dv, s);
-  }
-  const R e = gelu_decay<M>(m, x2);
-  const R q = M::c(1) + e;
-  const R r = M::reciprocal(q);
-  const R a = M::positive(x, M::c(1), e);
-  const R s = a * r;
-  const R rest = M::positive(x, e, M::c(1)) * r;  // 1-s; subtracting would cancel, and x*v' would magnify what is left
-  if (M::kStyle != kExact) return M::fma(x * s, rest * dv, s);
-  const R q_lost = (M::c(1) - q) + e;
-  const R s_lost = M::fma(-s, q_lost, M::fma(-s, q, a)) * r;
-  return s + M::fma(x * s, rest * dv, s_lost);
+  const GeluTail<M> tail = gelu_tail<M>(m, x2);
+  const R h = tail.h, u = m * M::fma(M::c(GELU_V3), x2, M::c(GELU_V1));
+  const R p = M::fma(-h, h, h);
+  const R g = M::kStyle == kExact ? M::fma(u, p, -tail.lost) - h : M::fma(u, p, -h);
+  return M::positive(x, M::c(1) + g, -g);
 }
 
-// d2y/dx2 = p*(2*v' + x*v'') + x*p*(1-2s)*v'^2, p = s*(1-s) = e/q^2
+// d2y/dx2 = p*(2*v' + x*v'' + x*(1-2s)*v'^2), p = s*(1-s) = h*(1-h); an even function
 template <class M>
 GELU_FN typename M::R gelu_curvature(typename M::R x) {
   using R = typename M::R;
   const R m = M::magnitude(x);
   const R x2 = m * m;
-  const R e = gelu_decay<M>(m, x2);
-  const R r = M::reciprocal(M::c(1) + e);
-  const R p = e * r * r;
-  const R k = M::positive(x, e - M::c(1), M::c(1) - e) * r;
+  const R h = gelu_tail<M>(m, x2).h;
   const R dv = M::fma(M::c(GELU_V3), x2, M::c(GELU_V1));
-  return M::fma(x * p, k * dv * dv, p * M::fma(M::c(2 * GELU_V3), x2, M::c(2) * dv));
+  const R k = M::fma(M::c(-2), h, M::c(1)) * m;
+  return M::fma(-h, h, h) * M::fma(-(k * dv), dv, M::fma(M::c(2 * GELU_V3), x2, M::c(2) * dv));
 }
 
 // 2^f for |f| <= 1/2 by minimax polynomials with value 1 at 0. Relative errors: degree 5 1.5e-7 and degree 6 2.5e-9, to
@@ -146,10 +137,9 @@ struct ScalarFloat {
   GELU_FN static constexpr R c(double v) { return (R)v; }
   GELU_FN static R fma(R a, R b, R d) { return Exact ? GELU_FMAF(a, b, d) : a * b + d; }
   GELU_FN static R positive(R x, R a, R b) { return x > 0.0f ? a : b; }
-  GELU_FN static R inside(R m, R a, R b) { return m < kCap ? a : b; }
   GELU_FN static R magnitude(R x) {
     const R m = gelu_bits<R>(gelu_bits<int>(x) & 0x7fffffff);
-    return m < kCap ? m : kCap;
+    return kCap < m ? kCap : m;
   }
   GELU_FN static R exp2(R t) {
     const R shifted = 12582912.0f + t;  // 1.5*2^23 puts the rounded exponent into the low bits
@@ -160,7 +150,6 @@ struct ScalarFloat {
     return p * gelu_bits<R>((half + 127) << 23) * gelu_bits<R>((n - half + 127) << 23);
   }
   GELU_FN static R reciprocal(R q) { return 1.0f / q; }
-  GELU_FN static R finite(R e) { return e; }
 };
 
 struct ScalarDouble {
@@ -170,10 +159,9 @@ struct ScalarDouble {
   GELU_FN static constexpr R c(double v) { return v; }
   GELU_FN static R fma(R a, R b, R d) { return GELU_FMA(a, b, d); }
   GELU_FN static R positive(R x, R a, R b) { return x > 0.0 ? a : b; }
-  GELU_FN static R inside(R m, R a, R b) { return m < kCap ? a : b; }
   GELU_FN static R magnitude(R x) {
     const R m = gelu_bits<R>(gelu_bits<long long>(x) & 0x7fffffffffffffffLL);
-    return m < kCap ? m : kCap;
+    return kCap < m ? kCap : m;
   }
   GELU_FN static R exp2(R t) {
     const R shifted = 6755399441055744.0 + t;  // 1.5*2^52
@@ -184,5 +172,4 @@ struct ScalarDouble {
     return p * gelu_bits<R>((long long)(half + 1023) << 52) * gelu_bits<R>((long long)(n - half + 1023) << 52);
   }
   GELU_FN static R reciprocal(R q) { return 1.0 / q; }
-  GELU_FN static R finite(R e) { return e; }
 };
