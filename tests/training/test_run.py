@@ -1,5 +1,6 @@
 """Whole runs: the run directory, resuming to the last bit, and what stops a run."""
 
+import io
 import json
 import math
 import os
@@ -140,7 +141,7 @@ def test_the_run_directory_holds_everything(make_config):
     )
     session = manifest["sessions"][0]
     assert session["versions"]["torch"] == torch.__version__.split("+")[0] or session["versions"]["torch"]
-    assert session["device"]["precision"] == "fp32" and session["threads"] >= 1
+    assert session["device"]["precision"] == "fp32" and session["device"]["threads"] >= 1
     samples = (run / "samples.txt").read_text()
     assert samples.count("=== step ") == 2 and "=== step 10\n" in samples and "=== step 20\n" in samples
     assert len(result.samples) == 2
@@ -301,3 +302,59 @@ def test_resuming_what_is_not_a_run_or_does_not_fit(make_config):
 
 def test_smooth_is_a_centred_mean():
     assert callbacks.smooth([0.0, 3.0, 6.0, 9.0], 1) == [1.5, 3.0, 6.0, 7.5]
+
+
+def test_a_second_ctrl_c_stops_at_once(make_config, monkeypatch):
+    real = GPTModule.training_step
+
+    def training_step(self, batch, batch_idx):
+        real(self, batch, batch_idx)
+        if self.trainer.global_step == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(GPTModule, "training_step", training_step)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_config(run_dir="run"), [])
+    assert signal.getsignal(signal.SIGINT) == before
+    assert [step for step, _ in c.checkpoints(Path("run"))] == [5]
+
+
+def test_without_a_terminal_every_row_is_a_line(make_config, capsys):
+    train(make_config(callbacks={"progress": "auto"}, trainer={"max_steps": 10, "log_interval": 5}), [])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines if "loss" in line] == ["1/10", "5/10", "10/10"]
+    assert all(part in lines[-2] for part in ("loss ", "lr ", "tokens/s ", "eta 0:00"))
+    assert sum("val " in line for line in lines) == 2
+
+
+def test_on_a_terminal_a_bar_shows_step_loss_lr_and_speed(monkeypatch):
+    from rich.console import Console
+
+    progress = callbacks.Progress(100, "bar")
+    progress.console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    progress.start(0)
+    progress.row(40, {"train_loss": 1.25, "lr": 3e-4, "tokens_per_second": 12345.0})
+    progress.step(41)
+    progress.stop()
+    shown = progress.console.file.getvalue()
+    assert all(part in shown for part in ("41/100", "loss 1.2500", "lr 3.00e-04", "tokens/s 12,345"))
+
+
+def test_tensorboard_counts_in_steps_and_hides_what_a_resume_repeats(make_config):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = train(make_config(logger={"name": "tensorboard"}, trainer={"max_steps": 10}), []).run_dir
+    c.checkpoint_path(run, 10).unlink()
+    train(resume(run), [])  # from step 5
+    events = accumulator.EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train_loss")] == list(range(1, 11))
+    assert [event.step for event in events.Scalars("val_loss")] == [5, 10]
+
+
+def test_threads_are_set_and_put_back(make_config):
+    before = torch.get_num_threads()
+    run = train(make_config(trainer={"max_steps": 1, "threads": 2}), []).run_dir
+    assert json.loads((run / "manifest.json").read_text())["sessions"][0]["device"]["threads"] == 2
+    assert torch.get_num_threads() == before

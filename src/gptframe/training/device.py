@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,9 @@ from gptframe.errors import UserError, nearest
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp64": "64-true"}
 CPU_MICRO_TOKENS = 4096  # tokens of a forward pass: more gains no speed on a CPU and costs memory
-BF16_FROM_D_MODEL = 256  # below it, the casts of autocast cost more on a CPU than its matrix products save
+# Below this width an operation on a CPU is so short that the casts of autocast cost more than bf16 products save, and
+# that waiting for a second thread costs what it brings: on a busy machine, forty times as much.
+SMALL_D_MODEL = 256
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Device:
     micro_batch_size: int
     accumulation: int
     """Micro-batches in a step on each device."""
+    threads: int
+    """CPU threads of PyTorch."""
 
     @property
     def lightning_precision(self) -> Any:
@@ -60,7 +65,7 @@ def choose(trainer: TrainerConfig, precision: Mapping[str, Any], model: ModelCon
             f"try trainer.micro_batch_size={fits}"
         )
     compile = accelerator == "gpu" if trainer.compile == "auto" else bool(trainer.compile)
-    return Device(accelerator, name, compile, micro, per_rank // micro)
+    return Device(accelerator, name, compile, micro, per_rank // micro, choose_threads(trainer, accelerator, model))
 
 
 def choose_accelerator(name: str, devices: int) -> str:
@@ -121,9 +126,18 @@ def choose_precision(section: Mapping[str, Any], accelerator: str, model: ModelC
         return name
     if accelerator == "gpu":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    if accelerator == "cpu" and model.d_model >= BF16_FROM_D_MODEL and cpu_has_bf16():
+    if accelerator == "cpu" and model.d_model >= SMALL_D_MODEL and cpu_has_bf16():
         return "bf16"
     return "fp32"
+
+
+def choose_threads(trainer: TrainerConfig, accelerator: str, model: ModelConfig) -> int:
+    """What was asked for; else one for a small model on a CPU, and PyTorch's choice for any other."""
+    if trainer.threads is not None:
+        return trainer.threads
+    if accelerator == "cpu" and model.d_model < SMALL_D_MODEL and "OMP_NUM_THREADS" not in os.environ:
+        return 1
+    return torch.get_num_threads()
 
 
 def cpu_has_bf16() -> bool:

@@ -80,7 +80,11 @@ class GPTModule(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         step = self.trainer.global_step
-        torch.manual_seed(step_seed(self.seed, step, self.global_rank))
+        seed = step_seed(self.seed, step, self.global_rank)
+        if self.device.type == "cpu":  # torch.manual_seed also queues a call for every absent device, and keeps it
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
         multiplier = self.schedule(step)

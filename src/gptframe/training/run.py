@@ -102,8 +102,6 @@ def train(config: Config, overrides: list[str]) -> RunResult:
     """
     threads = torch.get_num_threads()
     try:
-        if config.trainer.threads is not None:
-            torch.set_num_threads(config.trainer.threads)
         with quiet_lightning():
             return _train(config, overrides)
     finally:
@@ -127,7 +125,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
     start = _find_checkpoint(resumed, config) if resumed else None
     config = dataclasses.replace(config, schedule=resolve_warmup(config.schedule, config.trainer.max_steps))
     schedule = make_schedule(config.schedule, config.trainer.max_steps)
-    choose(config.trainer, config.precision, config.model)
+    torch.set_num_threads(choose(config.trainer, config.precision, config.model).threads)
     start_logger = check_logger(config.logger)
 
     prepared = prepare(
@@ -161,7 +159,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
             prepared.tokenizer.save(run_dir / "tokenizer")
         manifest.write()
     metrics = MetricsCSV(run_dir / "metrics.csv", start.step if start else None, write=rank_zero)
-    name = f"{config.name}-{run_dir.name}"
+    name = run_dir.name if config.name in run_dir.name else f"{config.name}-{run_dir.name}"
     logger = None
     if rank_zero:
         known_id = manifest.values.get("wandb_id") if resumed else None
@@ -240,6 +238,10 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
                 trainer.fit(module, data, ckpt_path=str(start.path) if start else None, weights_only=True)
             except Interrupted:
                 interrupted = True
+            except SystemExit:  # Lightning's answer to KeyboardInterrupt
+                if signals.received:
+                    raise KeyboardInterrupt from None
+                raise
             finally:
                 progress.stop()
         step = trainer.global_step or (start.step if start else 0)
@@ -340,7 +342,6 @@ class Manifest:
             "device": dataclasses.asdict(device),
             "device_name": _device_name(device),
             "devices": config.trainer.devices * config.trainer.num_nodes,
-            "threads": torch.get_num_threads(),
         }
         self.values: dict[str, Any] = {
             "name": config.name,
