@@ -228,3 +228,9 @@ def test_an_option_of_ones_own_with_config_dir(workspace, capsys):
     assert main(["train", *QUICK, "--config-dir", str(workspace / "my_conf"), "activation=tiny"]) == 0
     (run,) = run_dirs(workspace)
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["activation"]["name"] == "relu"
+
+
+def test_a_sweep_on_several_devices_is_refused(workspace, capsys):
+    assert main(["train", *QUICK, "trainer.devices=2", "-m", "seed=0,1"]) == 2
+    message = capsys.readouterr().err
+    assert "leave out -m" in message and "2 of 2 jobs failed" in message and not run_dirs(workspace)

@@ -79,7 +79,8 @@ def train(argv: list[str]) -> int:
     # argparse takes positional arguments in one piece only: `a=1 -m b=2` must become `-m a=1 b=2`.
     overrides = [a for a in argv if not a.startswith("-") and ("=" in a or a.startswith("~"))]
     options = [a for a in argv if a not in overrides]
-    saved_argv, sys.argv = sys.argv, ["train.py", *options, *overrides]
+    script = Path(__file__).with_name("launch") / "train.py"
+    saved_argv, sys.argv = sys.argv, [str(script), *options, *overrides]
     try:
         hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="train")(job)()
     except Exception as error:
@@ -108,6 +109,8 @@ def _job(cfg: Any) -> int:
         if not sweep and settings.run.dir != ".":
             raise UserError("hydra.run.dir is not used here; choose the run directory with run_dir=...")
         config = read_config(cfg, overrides, settings.runtime.output_dir if sweep else None)
+        if sweep and config.trainer.devices * config.trainer.num_nodes > 1:
+            raise UserError("a run on several devices starts its own command again, all of a sweep's: leave out -m")
         from gptframe.training.run import train as run_training
 
         return run_training(config, overrides).exit_code
@@ -207,7 +210,7 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 @command("generate", "sample text from a run directory")
 def generate(argv: list[str]) -> int:
-    from gptframe.generate import command_line
+    from gptframe.generate_command import command_line
 
     return command_line(argv)
 

@@ -338,7 +338,7 @@ class Manifest:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "versions": versions(),
             "git_revision": git_revision(),
-            "command": sys.argv,
+            "command": sys.orig_argv[1:],
             "device": dataclasses.asdict(device),
             "device_name": _device_name(device),
             "devices": config.trainer.devices * config.trainer.num_nodes,
@@ -565,7 +565,8 @@ def shown(path: Path) -> str:
 
 
 def _command() -> str:
-    return f"python {sys.argv[0]}" if sys.argv and sys.argv[0].endswith(".py") else "gptframe train"
+    typed = sys.orig_argv[1:2]  # sys.argv is what Lightning starts again
+    return f"python {typed[0]}" if typed and typed[0].endswith("train.py") else "gptframe train"
 
 
 def _plain(config: Config) -> dict[str, Any]:
