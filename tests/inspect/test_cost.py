@@ -127,7 +127,7 @@ def test_memory_of_other_options_and_of_accumulation() -> None:
 
 
 def test_what_each_choice_changes() -> None:
-    cfg = ModelConfig(n_layers=12)
+    cfg = ModelConfig(n_layers=4)
     adamw = {"name": "adamw", "lr": 1e-3}
     plain = rehearse(cfg, adamw, 8)
     assert plain.gradients == plain.weights
@@ -140,7 +140,7 @@ def test_what_each_choice_changes() -> None:
     # of each block, checkpointing keeps the stream that enters it
     kept = rehearse(cfg, adamw, 8, checkpointing=True).activations
     stream = 8 * 32 * 64 * 4
-    assert 12 * stream < kept < 20 * stream < plain.activations / 10
+    assert 4 * stream < kept < 12 * stream < plain.activations / 3
     halves = sharded(plain, "fsdp", 2)
     assert (halves.weights, halves.optimizer) == (plain.weights // 2, plain.optimizer // 2)
     assert sharded(plain, "ddp", 2).peak == plain.peak + plain.gradients

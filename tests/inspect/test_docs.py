@@ -68,3 +68,10 @@ def test_the_page_of_numbers_has_the_counts(preset: str, keys: list[str]) -> Non
     page = (DOCS / "numbers.md").read_text(encoding="utf-8")
     totals = inventory(Config.from_dict(compose.compose_config([f"model={preset}"])).model).totals
     assert [key for key in keys if f"{totals[key]:,}" not in page] == []
+
+
+def test_every_claim_comes_from_a_checked_in_experiment() -> None:
+    page = (DOCS / "claims.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"claims_\w+", page)) - {"claims_"}
+    checked_in = {name for name in compose.groups()["experiment"] if name.startswith("claims_")}
+    assert named == checked_in

@@ -116,6 +116,7 @@ def test_all_values_in_a_safetensors_file(capsys, tmp_path) -> None:
         (["--layer", "2"], ["--layer 2", "0 to 1"]),
         (["--show", "blocks.1.attention.patern"], ["blocks.1.attention.pattern"]),
         (["tokenizer=none", "data=bin", "data.path=x.bin", "model.vocab_size=9"], ["x.bin"]),
+        (["model=llama2_7b", "model.d_model=131072", "tokenizer=byte"], ["parameters need", "available"]),
         (["/no/such/run"], ["/no/such/run"]),
         (["--html", "/"], ["--html / is a folder"]),
     ],

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gptframe.errors import UserError
 
@@ -15,8 +15,13 @@ Configure = Callable[[list[str], list[str]], Any]
 """(overrides, config folders) -> the checked Config, with its plugins imported."""
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. {self.prog} --help says more")
+
+
 def _parser(name: str, description: str, *, run: bool = True) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(f"gptframe {name}", description=description, allow_abbrev=False)
+    parser = _Parser(f"gptframe {name}", description=description, allow_abbrev=False)
     what = "a run directory, or group and key overrides" if run else "group and key overrides"
     parser.add_argument("source", nargs="*", metavar="OVERRIDE", help=f"{what}, as in model=gpt2 activation=swiglu")
     parser.add_argument("--config-dir", action="append", default=[], help="a folder with options of your own")

@@ -25,6 +25,7 @@ from gptframe.config import Config, ModelConfig
 from gptframe.errors import UserError
 from gptframe.model import GPT, Context, build_model
 from gptframe.model.attention import Attention
+from gptframe.model.block import Sublayer
 from gptframe.model.mlp import MLP
 from gptframe.registry import build
 from gptframe.training.device import Device, choose
@@ -88,6 +89,7 @@ def flops(cfg: ModelConfig, length: int | None = None) -> Flops:
 
     for block in model.blocks:
         for sublayer in block.children():
+            assert isinstance(sublayer, Sublayer)
             core = sublayer.core
             if type(core) is Attention:
                 q, kv = core.n_heads * core.head_dim, core.n_kv_heads * core.head_dim
@@ -248,7 +250,7 @@ def _checkpoint_blocks(model: GPT) -> None:
     from torch.utils.checkpoint import checkpoint
 
     for block in model.blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def sharded(memory: Memory, strategy: str, world: int) -> Memory:

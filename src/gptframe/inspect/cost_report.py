@@ -6,7 +6,7 @@ from typing import Any
 
 from gptframe.inspect.cost import CHINCHILLA, Memory, Plan
 from gptframe.inspect.machine import available_memory
-from gptframe.inspect.show import duration, short, show, size, table
+from gptframe.inspect.show import Lines, duration, short, show, size
 
 
 def report(plan: Plan) -> None:
@@ -31,8 +31,9 @@ def _flops(plan: Plan) -> Any:
     caption = (
         "causal: the pairs of tokens that the mask leaves; full: all pairs, as a kernel that masks afterwards computes"
     )
-    columns = ("FLOPs a token", ">forward", ">backward", ">share", ">forward, full attention", "")
-    lines = table(*columns, title=_heading(plan), caption=caption)
+    columns = ("FLOPs a token", ">forward", ">backward", ">share", ">full attention", "~")
+    lines = Lines(*columns, heading=_heading(plan), note=caption)
+    lines.fold(-1)
     for part in found.parts:
         share = f"{part.causal / causal:.1%}"
         other = short(part.full) if part.full != part.causal else ""
@@ -49,7 +50,8 @@ def _flops(plan: Plan) -> Any:
 
 def _memory(plan: Plan) -> Any:
     memory = plan.memory
-    lines = table("memory on each device", ">bytes", "", title="")
+    lines = Lines("memory on each device", ">bytes", "~")
+    lines.fold(-1)
     names = {
         "fp32": "float32",
         "fp64": "float64",
@@ -84,7 +86,8 @@ def _against(plan: Plan, memory: Memory) -> str:
 
 def _run(plan: Plan) -> Any:
     trainer, found = plan.config.trainer, plan.flops
-    lines = table("the planned run", ">", "")
+    lines = Lines("the planned run", ">", "~")
+    lines.fold(-1)
     batch = trainer.global_batch_size * plan.config.model.context_length
     lines.add_row("tokens", short(plan.tokens), f"{trainer.max_steps:,} steps of {batch:,} tokens")
     causal, full = found.training

@@ -10,7 +10,7 @@ from rich.markup import escape
 from gptframe.config import Config
 from gptframe.inspect.commands import print_json
 from gptframe.inspect.doctor import LEVELS, Finding, examine
-from gptframe.inspect.show import show, table
+from gptframe.inspect.show import Lines, show
 
 MARKS = {"ok": "[green]ok[/]", "note": "[cyan]note[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
 
@@ -27,9 +27,8 @@ def run(config: Config, directory: Path | None, arguments: argparse.Namespace) -
 
 def report(found: list[Finding]) -> None:
     """Print the findings and what they come to."""
-    lines = table("", "about", "found", "what to type")
-    for column in lines.columns[2:]:
-        column.no_wrap, column.overflow = False, "fold"
+    lines = Lines("", "about", "~found", "what to type")
+    lines.fold(2, 3)
     for finding in found:
         lines.add_row(MARKS[finding.level], finding.subject, escape(finding.text), f"[bold]{escape(finding.fix)}[/]")
     counts = {level: sum(f.level == level for f in found) for level in LEVELS}

@@ -125,7 +125,7 @@ def _top(probabilities: Tensor, vocabulary: list[str], n: int) -> list[list[Any]
 def _diagram(found: Trace) -> dict[str, Any]:
     model = found.model
 
-    def taken(module: nn.Module) -> bool:
+    def taken(module: object) -> bool:
         return not isinstance(module, nn.Identity)
 
     blocks = [

@@ -192,7 +192,9 @@ def _kv_heads(cfg: ModelConfig) -> int:
 def _part(name: str, model: GPT) -> str:
     first, *rest = name.split(".")
     if first == "blocks":
-        return "norm" if rest[2] in ("pre", "out", "post") else model.get_submodule(".".join([first, *rest[:2]])).name
+        return (
+            "norm" if rest[2] in ("pre", "out", "post") else str(model.get_submodule(".".join([first, *rest[:2]])).name)
+        )
     return {"token_embedding": "embedding", "embedding_norm": "norm", "final_norm": "norm"}.get(first, first)
 
 
@@ -208,14 +210,14 @@ def _kind(name: str, parameter: Any, owner: nn.Module, norms: Mapping[str, nn.Mo
 
 def _norms(model: GPT, cfg: ModelConfig) -> dict[str, nn.Module]:
     norm = lookup("norm", cfg.norm["name"])
-    known = (nn.LayerNorm, nn.RMSNorm, *([norm] if isinstance(norm, type) else []))
-    found = {}
+    known: tuple[type, ...] = (nn.LayerNorm, nn.RMSNorm, *([norm] if isinstance(norm, type) else []))
+    found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         seat = last in ("pre", "out", "post") and name.count(".") == 3 or name in ("embedding_norm", "final_norm")
-        if isinstance(module, known) or (seat and not isinstance(module, nn.Identity)):
-            if not any(name.startswith(outer + ".") for outer in found):
-                found[name] = module
+        is_norm: bool = isinstance(module, known) or (seat and not isinstance(module, nn.Identity))
+        if is_norm and not any(name.startswith(outer + ".") for outer in found):
+            found[name] = module
     return found
 
 

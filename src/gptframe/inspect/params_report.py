@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gptframe.inspect.params import Inventory, Row
-from gptframe.inspect.show import short, show, table
+from gptframe.inspect.show import Lines, short, show
 
 FOLD_FROM = 80  # rows from which equal blocks are shown as one
 
@@ -26,16 +26,9 @@ def report(found: Inventory, every_block: bool = False) -> None:
     """Print the table and the sums."""
     used = {s for r in found.rows for s in re.findall(r"\w+", r.formula or "")} | {"L"}
     symbols = ", ".join(f"{s} = {v:,} {WORDS[s]}" for s, v in found.symbols.items() if s in used)
-    lines = table(
-        "tensor",
-        "shape",
-        ">formula",
-        ">count",
-        "weight decay",
-        "tied to",
-        title=f"Parameters of {found.model}",
-        caption=symbols,
-    )
+    columns = ("~tensor", "shape", ">formula", ">count", "decay", "tied to")
+    lines = Lines(*columns, heading=f"Parameters of {found.model}", note=symbols)
+    lines.fold(0)
     n_rows = len(found.rows)
     groups = [[r] for r in found.rows] if every_block or n_rows < FOLD_FROM else _folded(found.rows)
     previous: object = None
@@ -83,7 +76,8 @@ def _folded(rows: list[Row]) -> list[list[Row]]:
 
 def _sums(found: Inventory) -> object:
     t = found.totals
-    lines = table("sum", ">parameters", "", title="Totals")
+    lines = Lines("sum", ">parameters", "~", heading="Totals")
+    lines.fold(2)
     formulas = sum(r.formula is not None for r in found.rows)
     measured = len(found.rows) - formulas
     checked = f"{formulas} formulas agree with the built model" + (f", {measured} tensors measured" if measured else "")

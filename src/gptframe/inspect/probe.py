@@ -95,7 +95,7 @@ def probe(config: Config, batches: Callable[[int, int], Batch], seeds: list[int]
         model = build_model(config.model, seed).to(device)
         found.snapshots.append(snapshot(model, _to(batches(seed, 0), device), 0, seed))
         if steps:
-            _train(config, model, lambda step, seed=seed: _to(batches(seed, step), device), seed, steps)
+            _train(config, model, batches, device, seed, steps)
             found.snapshots.append(snapshot(model, _to(batches(seed, steps), device), steps, seed))
     return found
 
@@ -108,7 +108,9 @@ def _few(value: Tensor, ids: Tensor) -> Tensor:
     return value[: max(1, MOST_TOKENS // ids.shape[1])]
 
 
-def _train(config: Config, model: GPT, batches: Callable[[int], Batch], seed: int, steps: int) -> None:
+def _train(
+    config: Config, model: GPT, batches: Callable[[int, int], Batch], device: str, seed: int, steps: int
+) -> None:
     optimizer = build("optimizer", config.optimizer, param_groups(model))
     multiplier = make_schedule(config.schedule, max(steps, config.trainer.max_steps))
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -117,7 +119,7 @@ def _train(config: Config, model: GPT, batches: Callable[[int], Batch], seed: in
         torch.manual_seed(hash((seed, step)) % 2**63)  # of dropout
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * multiplier(step)
-        batch = batches(step)
+        batch = _to(batches(seed, step), device)
         n_targets = int((batch["targets"] != -100).sum())
         size = max(1, MOST_TOKENS // batch["ids"].shape[1])
         for part in zip(*(value.split(size) for value in batch.values()), strict=True):

@@ -12,7 +12,7 @@ from gptframe.config import Config
 from gptframe.inspect import probe_report
 from gptframe.inspect.commands import print_json
 from gptframe.inspect.probe import Batch, probe
-from gptframe.inspect.source import Source, with_vocabulary
+from gptframe.inspect.source import Source, check_room, with_vocabulary
 
 
 def run(config: Config, directory: Path | None, arguments: argparse.Namespace, plot: Path | None) -> int:
@@ -22,6 +22,7 @@ def run(config: Config, directory: Path | None, arguments: argparse.Namespace, p
         batches = _random(config)
     else:
         config, batches = _of_corpus(config)
+    check_room(config.model)
     seeds = [config.seed + i for i in range(arguments.seeds)]
     found = probe(config, batches, seeds, arguments.steps)
     if plot:

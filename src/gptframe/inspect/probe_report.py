@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gptframe.inspect.probe import Probe, Snapshot
-from gptframe.inspect.show import show, table
+from gptframe.inspect.show import Lines, show
 
 MOST_ROWS = 24
 
@@ -70,7 +71,7 @@ def _table(found: Probe, step: int) -> Any:
     columns += [">act. std", ">zeros", ">dead", ">entropy"]
     blocks = shown_blocks(n)
     caption = f"{len(blocks)} of {n} blocks; --json has all" if len(blocks) < n else None
-    lines = table(*columns, title=f"{found.model} {when}, {found.tokens} tokens{seeds}", caption=caption)
+    lines = Lines(*columns, heading=f"{found.model} {when}, {found.tokens} tokens{seeds}", note=caption)
 
     def plain(values: Sequence[float], form: str = ".3f") -> str:
         value = mean(values)
@@ -110,13 +111,13 @@ SUMS: list[tuple[str, Callable[[Snapshot], float]]] = [
 
 def _sums(found: Probe) -> Any:
     several = len(found.at(found.stages[0])) > 1
-    columns = ["over all blocks"]
+    columns = ["~over all blocks"]
     for step in found.stages:
         columns += [
             f">{'at the initialisation' if step == 0 else f'after {step} steps'}",
             *([">from", ">to"] if several else []),
         ]
-    lines = table(*columns)
+    lines = Lines(*columns)
     for name, function in SUMS:
         cells = []
         for step in found.stages:
@@ -152,6 +153,10 @@ def to_dict(found: Probe) -> dict[str, Any]:
     }
 
 
+def _delta(label: str, snapshot: Snapshot) -> list[float]:
+    return snapshot.deltas[label]
+
+
 def plot(found: Probe, file: Path) -> None:
     """Write a picture of four panels: gradients, stream gradients, contributions, activations; a line a seed."""
     import matplotlib
@@ -178,7 +183,7 @@ def plot(found: Probe, file: Path) -> None:
     draw(panels[0, 0], lambda s: s.gradients)
     draw(panels[0, 1], lambda s: s.stream_gradients)
     for label, style in zip(labels, styles * 8, strict=False):
-        draw(panels[1, 0], lambda s, label=label: s.deltas[label], label, style)
+        draw(panels[1, 0], functools.partial(_delta, label), label, style)
     draw(panels[1, 1], lambda s: s.activation_std, "activation std", "-")
     draw(panels[1, 1], lambda s: s.entropy, "attention entropy", "--")
     draw(panels[1, 1], lambda s: s.dead, "dead units", ":")

@@ -16,6 +16,36 @@ def width() -> int:
     return max(Console().width, 60) if sys.stdout.isatty() else PIPED_WIDTH
 
 
+class Lines:
+    """A light table under a heading. Where the line is too short, the `~` column gives way, and no number does."""
+
+    def __init__(self, *columns: str, heading: str | None = None, note: str | None = None) -> None:
+        from rich import box
+        from rich.table import Table
+
+        self.heading, self.note = heading, note
+        self.table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1))
+        for name in columns:
+            elastic = name.startswith("~")
+            self.table.add_column(
+                name.lstrip(">~"),
+                justify="right" if name.startswith(">") else "left",
+                no_wrap=True,
+                ratio=1 if elastic else None,
+            )
+
+    def add_row(self, *cells: str) -> None:
+        self.table.add_row(*cells)
+
+    def add_section(self) -> None:
+        self.table.add_section()
+
+    def fold(self, *columns: int) -> None:
+        """Let these columns break over lines instead of being cut."""
+        for index in columns:
+            self.table.columns[index].no_wrap, self.table.columns[index].overflow = False, "fold"
+
+
 def show(*renderables: Any, columns: int | None = None) -> None:
     """Write rich renderables to standard output in one piece.
 
@@ -36,32 +66,20 @@ def show(*renderables: Any, columns: int | None = None) -> None:
         highlight=False,
     )
     for renderable in renderables:
-        console.print(renderable)
+        if isinstance(renderable, Lines):
+            if renderable.heading:
+                console.print(f"[bold]{renderable.heading}[/]")
+            natural = console.measure(renderable.table, options=console.options.update(width=10_000)).maximum
+            renderable.table.expand = natural > console.width
+            console.print(renderable.table)
+            if renderable.note:
+                console.print(f"[dim]{renderable.note}[/]\n")
+        else:
+            console.print(renderable)
     text = "\n".join(line.rstrip() for line in buffer.getvalue().split("\n"))
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
-
-
-def table(*columns: str, title: str | None = None, caption: str | None = None) -> Any:
-    """A light table; a column whose title starts with `>` is right-aligned."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(
-        title=title,
-        caption=caption,
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        title_justify="left",
-        caption_justify="left",
-        title_style="bold",
-        caption_style="dim",
-        header_style="bold",
-    )
-    for name in columns:
-        made.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
-    return made
 
 
 def size(n_bytes: float) -> str:

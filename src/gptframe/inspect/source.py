@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptframe.config import Config
+from gptframe.config import Config, ModelConfig
 from gptframe.data.tokenizer import Source as TokenizerSource
 from gptframe.data.tokenizer import Tokenizer, build_tokenizer, load
 from gptframe.errors import UserError, nearest
+from gptframe.inspect.machine import available_memory
+from gptframe.inspect.show import size
 from gptframe.model import GPT, build_model
 from gptframe.registry import build
 
@@ -62,7 +64,19 @@ def model_of(source: Source) -> tuple[GPT, str]:
         model, _ = load_run(source.run)
         return model.eval(), f"run {source.run}"
     config = with_vocabulary(source)
+    check_room(config.model)
     return build_model(config.model, config.seed).eval(), f"initialised from seed {config.seed}, not trained"
+
+
+def check_room(cfg: ModelConfig) -> None:
+    """Refuse to build on the CPU what its memory cannot hold.
+
+    Raises:
+        UserError: how much is needed and how much there is.
+    """
+    n, free = sum(p.numel() for p in build_model(cfg, device="meta").parameters()), available_memory()
+    if free is not None and 4 * n > 0.9 * free:
+        raise UserError(f"{cfg.name}: {n:,} parameters need {size(4 * n)}, and {size(free)} are available")
 
 
 def tokens_of_text(tokenizer: Tokenizer | None, text: str) -> list[int]:
@@ -80,13 +94,11 @@ def tokens_of_text(tokenizer: Tokenizer | None, text: str) -> list[int]:
     if unknown is not None and unknown in ids:
         pieces = text.split() if getattr(tokenizer, "words", None) else list(dict.fromkeys(text))
         missing = list(dict.fromkeys(p for p in pieces if unknown in tokenizer.encode(p)))
-        known = getattr(tokenizer, "words", None) or []
+        known = [word for word in getattr(tokenizer, "words", None) or [] if word.isalpha()]
         hint = nearest(missing[0].strip(".,;:!?"), known) if missing else ""
         words = ", ".join(map(repr, missing)) + (" are" if len(missing) > 1 else " is")
-        raise UserError(
-            f"--text: {words} not in the vocabulary of tokenizer={tokenizer.name}. {hint}"
-            + (f"It knows {len(known) - 4} words, such as {', '.join(known[4:12])}" if known else "")
-        )
+        some = f"It knows {', '.join(known[:8])} and {len(known) - 8} more" if len(known) > 8 else ""
+        raise UserError(f"--text: {words} not in the vocabulary of tokenizer={tokenizer.name}. {hint}{some}".rstrip())
     return ids
 
 

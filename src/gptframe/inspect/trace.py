@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gptframe.errors import UserError, nearest
 from gptframe.model.attention import Attention
-from gptframe.model.block import Block, ParallelBlock, Sublayer
+from gptframe.model.block import ParallelBlock, Sublayer
 from gptframe.model.context import Context
 from gptframe.model.gpt import GPT
 from gptframe.model.mlp import MLP
@@ -256,7 +256,7 @@ def _watch_model(found: Trace, model: GPT, stack: ExitStack) -> None:
     stack.callback(model.register_forward_hook(finish, with_kwargs=True).remove)
 
 
-def _watch_block(found: Trace, prefix: str, block: Block, stack: ExitStack) -> None:
+def _watch_block(found: Trace, prefix: str, block: nn.Module, stack: ExitStack) -> None:
     def before(_: nn.Module, args: tuple[Any, ...]) -> None:
         found._record_stream(f"{prefix}.stream_before", args[0])
 
@@ -269,7 +269,8 @@ def _watch_block(found: Trace, prefix: str, block: Block, stack: ExitStack) -> N
     stack.callback(block.register_forward_hook(after).remove)
 
 
-def _watch_sublayer(found: Trace, prefix: str, sublayer: Sublayer, stack: ExitStack) -> None:
+def _watch_sublayer(found: Trace, prefix: str, sublayer: nn.Module, stack: ExitStack) -> None:
+    assert isinstance(sublayer, Sublayer)
     original = sublayer.delta
     has_out = not isinstance(sublayer.out, nn.Identity)
 

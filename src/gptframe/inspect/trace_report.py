@@ -12,7 +12,7 @@ from rich.markup import escape
 from torch import Tensor
 
 from gptframe.errors import UserError
-from gptframe.inspect.show import show, size, table, width
+from gptframe.inspect.show import Lines, show, size, width
 from gptframe.inspect.trace import Trace, logit_lens
 
 MANY_LAYERS = 4  # above it, only the first and the last are shown unless asked for
@@ -38,11 +38,8 @@ def report(
 
 
 def _tokens(found: Trace, labels: list[str], origin: str, token: int) -> Any:
-    lines = table(
-        "token",
-        *(f">{'[reverse]' if i == token else ''}{i}" for i in range(len(labels))),
-        title=f"{found.model.cfg.name}, {origin}",
-    )
+    numbers = [f">{'[reverse]' if i == token else ''}{i}" for i in range(len(labels))]
+    lines = Lines("token", *numbers, heading=f"{found.model.cfg.name}, {escape(origin)}")
     lines.add_row("text", *(escape(label) for label in labels))
     lines.add_row("id", *(str(i) for i in found["ids"][0].tolist()))
     return lines
@@ -66,8 +63,8 @@ def _table(found: Trace, labels: list[str], token: int, layer: int | None, every
     caption = "mean, std and norm are over the whole tensor"
     if hidden and layer is None:
         caption += f"; {hidden} blocks between are left out: --layer N shows one value by value, --all lists all"
-    columns = ("value", "axes", "shape", ">mean", ">std", ">norm", f"of token {token}, {escape(labels[token])}")
-    lines = table(*columns, title="One forward pass", caption=caption)
+    columns = ("value", "axes", "shape", ">mean", ">std", ">norm", f"~of token {token}, {escape(labels[token])}")
+    lines = Lines(*columns, heading="One forward pass", note=caption)
     previous = None
     for name, value in found.items():
         section = ".".join(name.split(".")[:3]) if name.count(".") > 2 else name.split(".")[0]
@@ -118,7 +115,7 @@ def _values(found: Trace, name: str, labels: list[str], token: int) -> list[Any]
     value = at_token(found, name, token)
     heading = f"[bold]{name}[/]  [dim]{found.meaning(name)}[/]"
     if "S" in found.axes(name).split() and name.rpartition(".")[2] != "v":  # a row of keys for each head
-        lines = table("head", *(f">{escape(label)}" for label in labels))
+        lines = Lines("head", *(f">{escape(label)}" for label in labels))
         rows = value if value.ndim == 2 else value[None]
         for head, row in enumerate(rows):
             cells = [f"{v:.4f}" if row.dtype.is_floating_point else "yes" if v else "[dim]no[/]" for v in row.tolist()]
@@ -138,10 +135,8 @@ def _lines(row: Tensor) -> list[str]:
 
 
 def _through_depth(found: Trace, labels: list[str], vocabulary: list[str], token: int) -> Any:
-    lines = table(
-        "after", ">stream norm", ">delta norm", ">delta / stream", "if the model ended here (logit lens)",
-        title=f"The stream of token {token}, {escape(labels[token])}, through depth",
-    )  # fmt: skip
+    columns = ("after", ">stream norm", ">delta norm", ">delta / stream", "~if the model ended here (logit lens)")
+    lines = Lines(*columns, heading=f"The stream of token {token}, {escape(labels[token])}, through depth")
     lens = logit_lens(found)
     previous: Tensor | None = None
     for place, stream in found.stream().items():
