@@ -6,6 +6,7 @@ device, and training prints what it finds.
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -298,11 +299,14 @@ def check_activation(config: Config, device: Device) -> Iterator[Finding]:
 
 
 def check_threads(config: Config, device: Device) -> Iterator[Finding]:
-    threads, cpus = config.trainer.threads or torch.get_num_threads(), cpu_count()
+    """Threads against CPUs. Few of them are right for a small model, unless they were asked for."""
+    threads, cpus = device.threads, cpu_count()
     text = f"{threads} of PyTorch on {cpus} CPU{'s' if cpus > 1 else ''}"
+    asked = config.trainer.threads is not None or "OMP_NUM_THREADS" in os.environ
+    small = config.model.d_model < 256
     if threads > cpus:
         yield Finding("warning", "threads", text, f"trainer.threads={cpus}")
-    elif device.accelerator == "cpu" and threads < max(1, cpus // 2):
+    elif device.accelerator == "cpu" and asked and not small and threads < max(1, cpus // 2):
         yield Finding("warning", "threads", text, f"trainer.threads={cpus}, or unset OMP_NUM_THREADS")
     else:
         yield Finding("ok", "threads", text)
