@@ -9,12 +9,23 @@ from gptframe.registry import register
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import torch
 
     from gptframe.inspect.trace import Trace
+    from gptframe.loading import LoadedModel
     from gptframe.model import GPT
 
 __version__ = "0.1.0"
-__all__ = ["UserError", "__version__", "register", "trace"]
+__all__ = ["UserError", "__version__", "load", "register", "trace"]
+
+
+def load(path: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> LoadedModel:
+    """The model of a run directory: `load("runs/...").generate("I work ,")`; see `gptframe.loading`."""
+    from gptframe.loading import load as load_model  # late, since it imports torch
+
+    return load_model(path, device, dtype)
 
 
 def trace(model: GPT) -> AbstractContextManager[Trace]:

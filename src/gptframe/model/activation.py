@@ -11,7 +11,8 @@ from gptframe.registry import register
 class Activation(nn.Module):
     """forward(x) -> x elementwise; with `inputs = 2`, forward(x, gate) -> x.
 
-    A class may offer `forward_with_bias(x, bias)`, the same as `forward(x + bias)` in one pass; the MLP then uses it.
+    A class may offer `forward_with_bias(x, bias)`, the same as `forward(x + bias)` in one pass, and `forward_mlp(x,
+    up_weight, up_bias, down_weight, down_bias)`, the whole MLP; the MLP then uses it. An offer that is None is none.
     """
 
     inputs = 1

@@ -18,16 +18,16 @@ class KVCache:
     """
 
     def __init__(self) -> None:
-        self.positions: Tensor | None = None  # Long[S] or Long[B,S], positions of all cached tokens
+        self.positions = torch.empty(0, dtype=torch.long)  # Long[S] or Long[B,S], positions of all cached tokens
         self._pairs: dict[int, _Pair] = {}
         self._shared: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
-        return 0 if self.positions is None else self.positions.shape[-1]
+        return self.positions.shape[-1]
 
     def advance(self, positions: Tensor) -> None:
         """Note the positions Long[T] or Long[B,T] of the tokens that are about to be appended."""
-        self.positions = positions if self.positions is None else torch.cat([self.positions, positions], dim=-1)
+        self.positions = torch.cat([self.positions, positions], dim=-1) if len(self) else positions
         self._shared.clear()
 
     def append(self, owner: object, k: Tensor, v: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ class KVCache:
 
     def keep(self, rows: Tensor) -> None:
         """Go on with some rows Long[R] of the batch."""
-        if self.positions is not None and self.positions.ndim == 2:
+        if self.positions.ndim == 2:
             self.positions = self.positions[rows]
         for pair in self._pairs.values():
             pair.k, pair.v = pair.k[rows], pair.v[rows]

@@ -27,9 +27,15 @@ class MLP(nn.Module):
         gated = getattr(self.activation, "inputs", 1) == 2
         self.gate = with_role(nn.Linear(cfg.d_model, cfg.hidden, bias=bias), "hidden") if gated else None
         self.down = with_role(nn.Linear(cfg.hidden, cfg.d_model, bias=bias), "residual")
-        self.fused = bias and not gated and hasattr(self.activation, "forward_with_bias")
+        self.whole = not gated and self._offers("forward_mlp")
+        self.fused = bias and not gated and self._offers("forward_with_bias")
+
+    def _offers(self, name: str) -> bool:
+        return getattr(self.activation, name, None) is not None
 
     def forward(self, x: Tensor, ctx: object) -> Tensor:
+        if self.whole:
+            return self.activation.forward_mlp(x, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
         if self.fused:
             h = self.activation.forward_with_bias(F.linear(x, self.up.weight), self.up.bias)
         elif self.gate is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -218,8 +219,14 @@ def model_state(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
 
 
-def load_run(run_dir: str | Path, device: str = "cpu") -> tuple[GPT, Any]:
+def load_run(run_dir: str | Path, device: str = "cpu", dtype: torch.dtype | None = torch.float32) -> tuple[GPT, Any]:
     """The model of a run with the weights of its newest valid checkpoint, in eval mode, and its tokenizer.
+
+    Args:
+        dtype: of the weights; None for the one that the checkpoint has.
+
+    Returns:
+        The model and the tokenizer; None for a run on tokens without one (tokenizer=none).
 
     Raises:
         UserError: it is not a run directory, has no whole checkpoint, or needs a plugin that is not there.
@@ -233,13 +240,24 @@ def load_run(run_dir: str | Path, device: str = "cpu") -> tuple[GPT, Any]:
     config = read_config(run_dir)
     path, notes = newest_valid(run_dir)
     for note in notes:
-        print(note)
+        print(f"note: {note}", file=sys.stderr)
     if path is None:
         raise UserError(f"{run_dir} has no checkpoint yet")
+    folder = run_dir / "tokenizer"
+    tokenizer = None if config.tokenizer["name"] == "none" and not folder.is_dir() else load_tokenizer(folder)
     plugins.load(config.plugins)
     checkpoint = load(path, device)
     check_plugins(checkpoint.get(META, {}), path)
     check_compatible(checkpoint.get(META, {}), config.to_dict()["model"], path)
-    model = build_model(config.model, config.seed, device)
-    model.load_state_dict(model_state(checkpoint))
-    return model.eval(), load_tokenizer(run_dir / "tokenizer")
+    state = model_state(checkpoint)
+    del checkpoint
+    if dtype is None:
+        found = {value.dtype for value in state.values() if value.is_floating_point()}
+        dtype = found.pop() if len(found) == 1 else torch.float32
+    # Without initialising what is about to be replaced, where nothing but parameters holds values.
+    model = build_model(config.model, config.seed, "meta")
+    assign = not any(True for _ in model.buffers())
+    if not assign:
+        model = build_model(config.model, config.seed, device)
+    model.load_state_dict(state, assign=assign)
+    return model.to(dtype).requires_grad_(True).eval(), tokenizer
