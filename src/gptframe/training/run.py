@@ -86,7 +86,11 @@ class RunResult:
     baseline: float | None = None
     """The n-gram's loss on the same validation tokens."""
     baseline_order: int | None = None
+    baseline_best: float | None = None
+    """The same with the order and alpha that suit the validation tokens best, which no honest n-gram can know."""
     verb_accuracy: float | None = None
+    backends: dict[str, str] = field(default_factory=dict)
+    """What ran where a module had a choice, as its `manifest()` says."""
     samples: list[str] = field(default_factory=list)
 
 
@@ -246,6 +250,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
                 progress.stop()
         step = trainer.global_step or (start.step if start else 0)
         result = _result(run_dir, metrics, step, signals.exit_code if interrupted else 0)
+        result = dataclasses.replace(result, backends=module_reports(model))
         if rank_zero and not interrupted:
             result = _finish(result, model, prepared, sampler, config, device)
         if rank_zero and options.loss_curve and metrics.rows:
@@ -479,9 +484,19 @@ def _finish(
         result,
         baseline=baseline.loss if baseline else None,
         baseline_order=baseline.order if baseline else None,
+        baseline_best=baseline.best_loss if baseline else None,
         verb_accuracy=accuracy,
         samples=sampler.write(model, result.step),
     )
+
+
+def module_reports(model: GPT) -> dict[str, str]:
+    """What the modules that offer `manifest() -> dict[str, str]` say of themselves, once each."""
+    found: dict[str, str] = {}
+    for module in model.modules():
+        if callable(getattr(module, "manifest", None)):
+            found.update(module.manifest())
+    return found
 
 
 @torch.no_grad()
@@ -545,8 +560,12 @@ def summary(result: RunResult, max_steps: int) -> None:
         gap = result.baseline - result.val_loss
         verdict = f"beaten by {gap:.4f}" if gap > 0 else f"not beaten: {-gap:.4f} short"
         table.add_row(f"{result.baseline_order}-gram baseline", f"{loss(result.baseline)}, {verdict}")
+        if result.baseline_best is not None and result.baseline_best < result.baseline:
+            table.add_row("", f"{result.baseline_best:.4f} with order and alpha chosen on the validation text itself")
     if result.verb_accuracy is not None:
         table.add_row("held-out verb forms", f"{result.verb_accuracy:.1%} right")
+    for part, backend in result.backends.items():
+        table.add_row(part, escape(backend))
     run = shown(result.run_dir)
     table.add_row("run directory", escape(run))
     table.add_row("sample from it", escape(f'gptframe generate {run} --prompt "..."'))
