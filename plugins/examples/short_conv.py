@@ -20,6 +20,8 @@ class ShortConv(nn.Module):
         kernel: how many tokens each one sees, itself included.
     """
 
+    parameter_formulas = {"weight": "D*kernel"}  # what `gptframe params` shows and checks
+
     def __init__(self, cfg, layer: int, kernel: int = 4):
         super().__init__()
         if kernel < 1:

@@ -117,6 +117,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
 
     from gptframe.data.datamodule import GPTDataModule
     from gptframe.data.prepare import prepare
+    from gptframe.inspect.doctor import at_start
     from gptframe.training.callbacks import AtomicCheckpointIO, Progress, StepBoundary, plot_losses
     from gptframe.training.loggers import LoggerContext, MetricsCSV, check_logger, wandb_run
     from gptframe.training.module import GPTModule
@@ -153,8 +154,11 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
     rank_zero = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
     manifest = Manifest(run_dir, config, device, n_parameters, prepared.fingerprints, start.step if start else 0)
     progress = Progress(config.trainer.max_steps, options.progress, enabled=rank_zero)
+    findings = [f"{f.level}: {f}" for f in at_start(config, device, prepared, n_parameters, run_dir)]
     for note in [*prepared.notes, *(start.notes if start else []), *manifest.warnings]:
-        progress.note(f"note: {note}")
+        findings.append(f"note: {note}")
+    for line in findings:
+        progress.note(line)
     if rank_zero:
         checkpoints.remove_leftovers(run_dir)
         directory.write_yaml(run_dir / "config.yaml", {**_plain(config), "resume": None, "run_dir": None})
@@ -494,8 +498,9 @@ def module_reports(model: GPT) -> dict[str, str]:
     """What the modules that offer `manifest() -> dict[str, str]` say of themselves, once each."""
     found: dict[str, str] = {}
     for module in model.modules():
-        if callable(getattr(module, "manifest", None)):
-            found.update(module.manifest())
+        report = getattr(module, "manifest", None)
+        if report is not None and not isinstance(report, (torch.Tensor, torch.nn.Module)):
+            found.update(report())
     return found
 
 
