@@ -1,4 +1,4 @@
-"""Builds the kernels into the wheel: the CPU object always, the CUDA object where nvcc is (GPTFRAME_BUILD_CUDA=0|auto|1).
+"""Builds the kernels into the wheel: for CPU always, for CUDA where nvcc is (GPTFRAME_BUILD_CUDA=0|auto|1).
 
 The objects hold torch operators and no Python functions, so that one wheel serves all Python versions (abi3).
 """

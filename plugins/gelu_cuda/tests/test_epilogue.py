@@ -1,4 +1,4 @@
-"""The MLP through cuBLASLt, without a GPU: it compiles and links, its shapes are right, and it refuses or falls back."""
+"""The MLP through cuBLASLt, without a GPU: it compiles and links, its shapes are right, it refuses or falls back."""
 
 from __future__ import annotations
 

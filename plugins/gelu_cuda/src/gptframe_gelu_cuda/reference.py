@@ -1,4 +1,4 @@
-"""The operators in ATen's own operations: the fallback where nothing compiled is at hand, and what tests compare with."""
+"""The operators in ATen's own operations: the fallback where nothing compiled is at hand."""
 
 from __future__ import annotations
 
