@@ -291,6 +291,9 @@ def test_functorch_transforms():
     torch.testing.assert_close(torch.func.vmap(G.bias_gelu, (0, None))(x, b[0]), aten(x + b[0]))
     hessian = torch.func.hessian(lambda v: G.gelu(v).sum())(x[0])
     torch.testing.assert_close(hessian, torch.diag(formula(x[0])[2]))
+    with torch.autograd.forward_ad.dual_level():  # a tangent must not get lost
+        dual = G.gelu(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, formula(x)[1])
 
 
 def test_autocast_leaves_the_input_alone_and_casts_weights():

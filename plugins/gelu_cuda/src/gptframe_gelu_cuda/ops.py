@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gptframe_gelu_cuda import backend, reference
 
@@ -264,15 +265,17 @@ torch.library.register_autograd(
 
 
 def _transformed() -> bool:
-    """Inside torch.func's grad, vmap and the like, which do not know derivatives registered for an operator."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    """Inside torch.func's transforms or forward-mode differentiation, which an operator's derivatives do not reach."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def gelu(x: Tensor) -> Tensor:
     """tanh-GELU, x * sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)) (Hendrycks and Gimpel, 2016), of any shape and stride.
 
     Differentiable any number of times; float32, float64, float16 and bfloat16. Autocast leaves the dtype of x alone.
-    Inside torch.func transforms ATen computes.
+    Inside torch.func transforms and forward-mode differentiation ATen computes.
 
     Raises:
         RuntimeError: x has another dtype.
