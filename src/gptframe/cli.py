@@ -215,6 +215,20 @@ def generate(argv: list[str]) -> int:
     return command_line(argv)
 
 
+@command("import", "read a model of another library into a run directory")
+def import_model(argv: list[str]) -> int:
+    from gptframe.interop.commands import import_command
+
+    return import_command(argv)
+
+
+@command("export", "write the model of a run directory for another library")
+def export_model(argv: list[str]) -> int:
+    from gptframe.interop.commands import export_command
+
+    return export_command(argv)
+
+
 def _configure(overrides: list[str], config_dirs: list[str]) -> Any:
     """The checked `Config` of a command that looks at a run without starting it."""
     from gptframe import compose
