@@ -7,10 +7,6 @@ import dataclasses
 import logging
 import math
 import os
-import platform
-import subprocess
-import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,30 +18,17 @@ import torch
 from gptframe import __version__
 from gptframe.config import Config, convert
 from gptframe.errors import UserError
-from gptframe.generate import check_sampling, generate
+from gptframe.generate import check_sampling
 from gptframe.model import GPT, build_model
 from gptframe.registry import build
 from gptframe.training import checkpoint as checkpoints
 from gptframe.training import directory
 from gptframe.training.device import Device, choose
+from gptframe.training.manifest import Manifest, module_reports, plugins_of
 from gptframe.training.optimizer import param_groups
+from gptframe.training.samples import SampleConfig, Sampler, slot_accuracy
 from gptframe.training.schedule import make_schedule, resolve_warmup
-
-
-@dataclass(frozen=True)
-class SampleConfig:
-    """Samples written to samples.txt."""
-
-    count: int = 3
-    """How many; 0 for none."""
-    interval: int | None = None
-    """Steps between them, a multiple of trainer.val_interval; null for after the last step only."""
-    max_new_tokens: int = 64
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    prompts: list[str] = field(default_factory=list)
-    """What the samples continue, in turn; empty for what the corpus suggests, or the start of a document."""
+from gptframe.training.summary import RunResult, announce, command, shown, summary
 
 
 @dataclass(frozen=True)
@@ -69,29 +52,6 @@ class CallbackConfig:
                 f"callbacks.samples.interval={s.interval} must be a multiple of trainer.val_interval={val_interval}"
             )
         check_sampling(s.max_new_tokens, s.temperature, s.top_k, s.top_p)
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a run came to."""
-
-    run_dir: Path
-    exit_code: int = 0
-    """0, or 143 and 130 where SIGTERM or Ctrl-C ended it; everything is saved then."""
-    step: int = 0
-    train_loss: float = math.nan
-    """Of the last step, nats a token."""
-    val_loss: float = math.nan
-    """Of the last validation, nats a token; nan where there was none."""
-    baseline: float | None = None
-    """The n-gram's loss on the same validation tokens."""
-    baseline_order: int | None = None
-    baseline_best: float | None = None
-    """The same with the order and alpha that suit the validation tokens best, which no honest n-gram can know."""
-    verb_accuracy: float | None = None
-    backends: dict[str, str] = field(default_factory=dict)
-    """What ran where a module had a choice, as its `manifest()` says."""
-    samples: list[str] = field(default_factory=list)
 
 
 def train(config: Config, overrides: list[str]) -> RunResult:
@@ -148,7 +108,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
     device = choose(config.trainer, config.precision, config.model, n_parameters)
     build("optimizer", config.optimizer, param_groups(model))  # refuses its options while there is no run directory
     if resumed and start:
-        checkpoints.check_compatible(start.meta, _plain(config)["model"], start.path)
+        checkpoints.check_compatible(start.meta, config.to_dict()["model"], start.path)
 
     run_dir = resumed or _create_together(config)
     rank_zero = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
@@ -161,7 +121,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
         progress.note(line)
     if rank_zero:
         checkpoints.remove_leftovers(run_dir)
-        directory.write_yaml(run_dir / "config.yaml", {**_plain(config), "resume": None, "run_dir": None})
+        directory.write_yaml(run_dir / "config.yaml", {**config.to_dict(), "resume": None, "run_dir": None})
         _append_overrides(run_dir / "overrides.yaml", overrides, resumed is not None)
         if prepared.tokenizer is not None and not (run_dir / "tokenizer").is_dir():
             prepared.tokenizer.save(run_dir / "tokenizer")
@@ -176,7 +136,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
     if tracker is not None:
         manifest.write(wandb_id=tracker.id)
     if logger is not None:
-        logger.log_hyperparams({**_plain(config), "parameters": n_parameters})
+        logger.log_hyperparams({**config.to_dict(), "parameters": n_parameters})
 
     exit_code = 1
     try:
@@ -190,9 +150,9 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
             compile=device.compile,
             metadata={
                 "version": __version__,
-                "model": _plain(config)["model"],
+                "model": config.to_dict()["model"],
                 "schedule": dict(config.schedule),
-                "plugins": checkpoints.used_plugins(_plain(config)["model"], _sections(config)),
+                "plugins": plugins_of(config),
             },
         )
         data = GPTDataModule(
@@ -238,7 +198,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        _announce(progress, config, device, n_parameters, prepared, run_dir, start)
+        announce(progress, config, device, n_parameters, prepared, run_dir, start.step if start else None)
         interrupted = False
         with signals:
             progress.start(start.step if start else 0)
@@ -267,7 +227,7 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
             status = "interrupted" if interrupted else "finished"
             manifest.write(status=status, result=_without_paths(result))
             if interrupted:
-                print(f"saved at step {step}; continue with: {_command()} resume={shown(run_dir)}", flush=True)
+                print(f"saved at step {step}; continue with: {command()} resume={shown(run_dir)}", flush=True)
             else:
                 summary(result, config.trainer.max_steps)
         exit_code = result.exit_code
@@ -323,154 +283,6 @@ def _create_together(config: Config) -> Path:
 RUN_DIR_VARIABLE = "GPTFRAME_RUN_DIR"
 
 
-class Manifest:
-    """manifest.json: everything needed to say what a run was."""
-
-    def __init__(
-        self,
-        run_dir: Path,
-        config: Config,
-        device: Device,
-        n_parameters: int,
-        fingerprints: Mapping[str, str],
-        step: int,
-    ):
-        self.path = run_dir / "manifest.json"
-        self.warnings: list[str] = []
-        old = directory.read_json(self.path)
-        for key, value in fingerprints.items():
-            before = old.get("fingerprints", {}).get(key, value)
-            if before != value:
-                self.warnings.append(f"the {key} is not what it was when the run began: it will not continue exactly")
-        now = {
-            "from_step": step,
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "versions": versions(),
-            "git_revision": git_revision(),
-            "command": sys.orig_argv[1:],
-            "device": dataclasses.asdict(device),
-            "device_name": _device_name(device),
-            "devices": config.trainer.devices * config.trainer.num_nodes,
-        }
-        self.values: dict[str, Any] = {
-            "name": config.name,
-            "parameters": n_parameters,
-            "plugins": checkpoints.used_plugins(_plain(config)["model"], _sections(config)),
-            "fingerprints": dict(fingerprints),
-            **{k: old[k] for k in ("wandb_id",) if k in old},
-            "sessions": [*old.get("sessions", []), now],
-            "status": "running",
-        }
-
-    def write(self, **values: Any) -> None:
-        self.values.update(values)
-        directory.write_json(self.path, self.values)
-
-
-def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"gptframe": __version__, "python": platform.python_version(), "platform": platform.platform()}
-    for package in ("torch", "pytorch-lightning", "hydra-core", "numpy", "tokenizers", "wandb"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
-
-
-def git_revision() -> str | None:
-    """The commit of the source that runs, with -dirty for changes; None outside a checkout."""
-    here = Path(__file__).resolve().parent
-    if not any((parent / ".git").exists() for parent in here.parents):
-        return None
-    try:
-        answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=here, capture_output=True, text=True, timeout=10,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip() or None
-
-
-def _device_name(device: Device) -> str:
-    if device.accelerator == "gpu":
-        return torch.cuda.get_device_name()
-    return platform.processor() or platform.machine()
-
-
-class Sampler:
-    """Writes samples.txt, and the table of samples in W&B."""
-
-    def __init__(self, run_dir: Path, options: SampleConfig, seed: int, prepared: Any, tracker: Any, step: int):
-        self.path, self.options, self.seed, self.prepared, self.tracker = (
-            run_dir / "samples.txt", options, seed, prepared, tracker,
-        )  # fmt: skip
-        self.rows: list[list[Any]] = []
-        self.blocks: list[str] = _blocks_up_to(self.path, step)
-        self.last: tuple[int, list[str]] = (-1, [])
-
-    def write(self, model: GPT, step: int) -> list[str]:
-        """Draw the samples of a step, once; the same weights and seed give the same ones."""
-        if self.last[0] == step:
-            return self.last[1]
-        o = self.options
-        generator = torch.Generator().manual_seed(self.seed)
-        prompts = o.prompts or getattr(self.prepared.corpus, "prompts", None) or [""]
-        texts: list[str] = []
-        for i in range(o.count):
-            prompt = prompts[i % len(prompts)]
-            ids, shown_ids, stop = self._encode(prompt)
-            new = generate(
-                model, ids, o.max_new_tokens,
-                temperature=o.temperature, top_k=o.top_k, top_p=o.top_p, generator=generator, stop_id=stop,
-            )  # fmt: skip
-            texts.append(self._decode([*shown_ids, *new]))
-            self.rows.append([step, prompt, texts[-1]])
-        self.last = (step, texts)
-        if texts:
-            heading = f"{_HEADING}{step}\n"
-            self.blocks = [block for block in self.blocks if not block.startswith(heading)]
-            self.blocks.append(f"{_HEADING}{step}\n\n" + "\n\n".join(texts) + "\n\n")
-            directory.write_text(self.path, "".join(self.blocks))
-            if self.tracker is not None:
-                import wandb
-
-                table = wandb.Table(columns=["step", "prompt", "sample"], data=[list(row) for row in self.rows])
-                self.tracker.log({"samples": table, "trainer/global_step": step})
-        return texts
-
-    def write_if_due(self, model: GPT, step: int) -> None:
-        if self.options.interval and step % self.options.interval == 0:
-            self.write(model, step)
-
-    def _encode(self, prompt: str) -> tuple[list[int], list[int], int | None]:
-        tokenizer = self.prepared.tokenizer
-        if tokenizer is None:  # tokens without a tokenizer: start from the beginning of the validation split
-            first = self.prepared.val.window(0, 1).tolist()
-            return first, first, None
-        ids = tokenizer.encode(prompt)
-        start = [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None][:1]
-        if not ids and not start:
-            ids = self.prepared.val.window(0, 1).tolist()
-        return [*start, *ids], ids, tokenizer.eos_id
-
-    def _decode(self, ids: list[int]) -> str:
-        tokenizer = self.prepared.tokenizer
-        return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
-
-
-_HEADING = "=== step "
-
-
-def _blocks_up_to(path: Path, step: int) -> list[str]:
-    """The blocks of an earlier session's samples.txt, those beyond the resumed step cut."""
-    if not path.exists():
-        return []
-    blocks = [_HEADING + part for part in path.read_text(encoding="utf-8").split(_HEADING)[1:]]
-    steps = [block[len(_HEADING) :].split("\n", 1)[0] for block in blocks]
-    return [block for block, text in zip(blocks, steps, strict=True) if text.isdecimal() and int(text) <= step]
-
-
 def _result(run_dir: Path, metrics: Any, step: int, exit_code: int) -> RunResult:
     train, val = metrics.series("train_loss")[1], metrics.series("val_loss")[1]
     return RunResult(run_dir, exit_code, step, train[-1] if train else math.nan, val[-1] if val else math.nan)
@@ -492,114 +304,6 @@ def _finish(
         verb_accuracy=accuracy,
         samples=sampler.write(model, result.step),
     )
-
-
-def module_reports(model: GPT) -> dict[str, str]:
-    """What the modules that offer `manifest() -> dict[str, str]` say of themselves, once each."""
-    found: dict[str, str] = {}
-    for module in model.modules():
-        report = getattr(module, "manifest", None)
-        if report is not None and not isinstance(report, (torch.Tensor, torch.nn.Module)):
-            found.update(report())
-    return found
-
-
-@torch.no_grad()
-def slot_accuracy(model: GPT, slots: Any, tokenizer: Any, batch_size: int = 256) -> float | None:
-    """The part of the held-out verb forms that the model finds: its most likely word at every word of the form."""
-    from gptframe.data.batches import slot_batch
-
-    was_training = model.training
-    model.eval()
-    device, right = model.token_embedding.weight.device, 0
-    slots = [s for s in slots if len(s.prompt) + len(s.answer) <= model.cfg.context_length]
-    for i in range(0, len(slots), batch_size):
-        batch = slot_batch(slots[i : i + batch_size], tokenizer)
-        ids, targets = batch["ids"].to(device), batch["targets"].to(device)
-        guess = model(ids).argmax(-1)
-        right += int(((guess == targets) | (targets == -100)).all(1).sum())
-    model.train(was_training)
-    return right / len(slots) if slots else None
-
-
-def _announce(
-    progress: Any, config: Config, device: Device, n_parameters: int, prepared: Any, run_dir: Path, start: Start | None
-) -> None:
-    t, m = config.trainer, config.model
-    tokens = t.global_batch_size * m.context_length
-    where = f"{device.accelerator}" + (f" x {t.devices * t.num_nodes}" if t.devices * t.num_nodes > 1 else "")
-    accumulation = (
-        f" in {device.accumulation} micro-batches of {device.micro_batch_size}" if device.accumulation > 1 else ""
-    )
-    progress.note(f"{config.name}: {n_parameters:,} parameters, {where}, {device.precision}")
-    progress.note(
-        f"data: {config.data['name']}, {len(prepared.train):,} training and {len(prepared.val):,} validation tokens"
-    )
-    progress.note(
-        f"step: {t.global_batch_size} x {m.context_length} = {tokens:,} tokens{accumulation}; {t.max_steps} steps"
-    )
-    if start:
-        progress.note(f"resuming {shown(run_dir)} from step {start.step}")
-        if start.step >= t.max_steps:
-            progress.note(f"it is complete; train on with trainer.max_steps={2 * t.max_steps}")
-    else:
-        progress.note(f"run directory: {shown(run_dir)}")
-
-
-def summary(result: RunResult, max_steps: int) -> None:
-    """Print what the run came to."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.panel import Panel
-    from rich.table import Table
-
-    def loss(value: float) -> str:
-        return f"{value:.4f}  (perplexity {math.exp(min(value, 700)):.2f})" if math.isfinite(value) else "none"
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("training loss", loss(result.train_loss))
-    table.add_row("validation loss", loss(result.val_loss))
-    if result.baseline is not None:
-        gap = result.baseline - result.val_loss
-        verdict = f"beaten by {gap:.4f}" if gap > 0 else f"not beaten: {-gap:.4f} short"
-        table.add_row(f"{result.baseline_order}-gram baseline", f"{loss(result.baseline)}, {verdict}")
-        if result.baseline_best is not None and result.baseline_best < result.baseline:
-            table.add_row("", f"{result.baseline_best:.4f} with order and alpha chosen on the validation text itself")
-    if result.verb_accuracy is not None:
-        table.add_row("held-out verb forms", f"{result.verb_accuracy:.1%} right")
-    for part, backend in result.backends.items():
-        table.add_row(part, escape(backend))
-    run = shown(result.run_dir)
-    table.add_row("run directory", escape(run))
-    table.add_row("sample from it", escape(f'gptframe generate {run} --prompt "..."'))
-    for i, text in enumerate(result.samples[:3], 1):
-        line = " ".join(text.split())
-        table.add_row(f"sample {i}", escape(line if len(line) <= 240 else line[:237] + "..."))
-    Console(highlight=False).print(Panel(table, title=f"step {result.step} of {max_steps}", title_align="left"))
-
-
-def shown(path: Path) -> str:
-    """A path as a person would type it from here."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
-
-
-def _command() -> str:
-    typed = sys.orig_argv[1:2]  # sys.argv is what Lightning starts again
-    return f"python {typed[0]}" if typed and typed[0].endswith("train.py") else "gptframe train"
-
-
-def _plain(config: Config) -> dict[str, Any]:
-    return config.to_dict()
-
-
-def _sections(config: Config) -> dict[str, Mapping[str, Any]]:
-    keys = ("data", "tokenizer", "optimizer", "schedule")
-    return {key: getattr(config, key) for key in keys}
 
 
 def _without_paths(result: RunResult) -> dict[str, Any]:
