@@ -54,7 +54,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "schedule": ("function(step: int, total_steps: int, **options) -> multiplier", (_TRAINING + "schedule",)),
     "tokenizer": (
         "class: __init__(source: Source, **options), encode(str) -> list[int], decode(list[int]) -> str, vocab_size",
-        (_DATA + "tokenizer",),
+        (_DATA + "tokenizer", _DATA + "segments"),
     ),
     "corpus": ("class with documents(split) -> Iterator[str], fingerprint() -> str", (_DATA + "corpus",)),
 }

@@ -125,6 +125,11 @@ def _give_tokenizer(found: Imported, file: Path, kind: str) -> None:
     section = {"name": "segments" if kind == "andrea" else "hf_file", "path": str(file.absolute())}
     tokenizer = build_tokenizer(section, Source(vocab_size=found.model.vocab_size))
     assert tokenizer is not None
+    if kind == "andrea" and tokenizer.vocab_size != found.model.vocab_size:
+        raise UserError(
+            f"--tokenizer {file}: {tokenizer.vocab_size - 257} segments, 256 bytes and a start make "
+            f"{tokenizer.vocab_size} entries, and the model has {found.model.vocab_size}"
+        )
     found.tokenizer, found.save_tokenizer = section, tokenizer.save
     found.notes = [note for note in found.notes if "--tokenizer" not in note]
 

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: config.json, safetensors and tokenizer, read for run directories and written from them."""
+"""Hugging Face model folders: config.json, safetensors and tokenizer, to and from run directories."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def write_folder_files(run: Run, folder: Path, wanted: str | None, dtype: torch.
         UserError: no format, or not the wanted one, can express the model.
     """
     cfg = run.config.model
-    known, values = config_of(cfg, wanted)
+    known, values = config_of(cfg, wanted, prefer=run.imported_from)
     state: Mapping[str, Tensor] = run.state
     if cfg.position["name"] == "rope" and cfg.position.get("pairing", "interleaved") == "interleaved":
         state = half_split(state, cfg)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gptframe.config import Config, ModelConfig
 from gptframe.errors import UserError
+from gptframe.model import build_model
 
 Json = dict[str, Any]
 
@@ -608,29 +609,36 @@ def model_of(values: Json, where: str, name: str) -> tuple[Format, ModelConfig]:
         raise UserError(f"{where}: model_type={kind!r} is not supported. Known: {', '.join(FORMATS)}")
     section = FORMATS[kind].read(Reader(values, where))
     try:
-        return FORMATS[kind], Config.from_dict({"model": {"name": name, **section}}).model
+        cfg = Config.from_dict({"model": {"name": name, **section}}).model
+        build_model(cfg, device="meta")
+        return FORMATS[kind], cfg
     except UserError as error:
         raise UserError(f"{where} does not fit together: {error}") from None
 
 
-def config_of(cfg: ModelConfig, wanted: str | None = None) -> tuple[Format, Json]:
+_KINDS = ("model.position.name", "model.norm.name")
+
+
+def config_of(cfg: ModelConfig, wanted: str | None = None, prefer: str | None = None) -> tuple[Format, Json]:
     """The format that holds a model, and its config.json.
 
     Args:
         wanted: a model_type; None takes the first that can hold it.
+        prefer: the model_type to try first.
 
     Raises:
         UserError: none can, or the wanted one cannot; with the options that stand in the way.
     """
     tried: list[tuple[Format, list[str]]] = []
-    for name, known in FORMATS.items():
+    for name, known in sorted(FORMATS.items(), key=lambda item: item[0] != prefer):
         if wanted in (None, name):
             writer = Writer(cfg)
             values = known.write(writer)
             if not writer.obstacles:
                 return known, _whole_config(cfg, known, values)
             tried.append((known, writer.obstacles))
-    best, obstacles = min(tried, key=lambda item: len(item[1]))
+    # A position or a norm of another kind is further away than a switch.
+    best, obstacles = min(tried, key=lambda item: sum(1 + 4 * o.startswith(_KINDS) for o in item[1]))
     which = f"{best.model_type} cannot" if wanted else f"no Hugging Face format can (the nearest is {best.model_type})"
     raise UserError(f"{which} express this model: {', '.join(obstacles)}")
 

@@ -173,6 +173,8 @@ class Run:
     step: int
     moments: dict[str, dict[str, Tensor]] | None
     notes: list[str]
+    imported_from: str | None = None
+    """The format of an import."""
 
 
 def read_run(run_dir: Path) -> Run:
@@ -192,4 +194,6 @@ def read_run(run_dir: Path) -> Run:
     meta = saved.get(checkpoint.META, {})
     checkpoint.check_plugins(meta, path)
     checkpoint.check_compatible(meta, config.to_dict()["model"], path)
-    return Run(run_dir, config, checkpoint.model_state(saved), int(meta.get("step", 0)), moments_of(saved), notes)
+    source = (meta.get("imported") or {}).get("format")
+    state, step = checkpoint.model_state(saved), int(meta.get("step", 0))
+    return Run(run_dir, config, state, step, moments_of(saved), notes, source)
