@@ -1,6 +1,6 @@
 """An activation of your own: a class with a forward.
 
-    python train.py plugins=[plugins/examples/mish.py] model.activation.name=mish
+python train.py plugins=[plugins/examples/mish.py] model.activation.name=mish
 """
 
 import torch.nn.functional as F
