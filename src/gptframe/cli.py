@@ -68,13 +68,14 @@ def train(argv: list[str]) -> int:
 
     compose.prepare_hydra()
     outcomes: list[int] = []
+    table: list[str] = []
 
     started = False
 
     def job(cfg: Any) -> None:
         nonlocal started
         started = True
-        outcomes.append(_job(cfg))
+        outcomes.append(_job(cfg, table))
 
     # argparse takes positional arguments in one piece only: `a=1 -m b=2` must become `-m a=1 b=2`.
     overrides = [a for a in argv if not a.startswith("-") and ("=" in a or a.startswith("~"))]
@@ -84,19 +85,25 @@ def train(argv: list[str]) -> int:
     try:
         hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="train")(job)()
     except Exception as error:
-        if started:
+        if started or isinstance(error, OSError):
             raise
         raise UserError(compose.explain(error)) from None  # Hydra refuses some overrides with bare ValueErrors
     finally:
         sys.argv = saved_argv
     failed = [code for code in outcomes if code]
+    if table:
+        print("\n".join(["", *table]))
     if len(outcomes) > 1 and failed:
         print(f"error: {len(failed)} of {len(outcomes)} jobs failed", file=sys.stderr)
     return failed[0] if failed else 0
 
 
-def _job(cfg: Any) -> int:
-    """One run, alone or in a multirun. Failures are reported here, at once, and the other jobs go on."""
+def _job(cfg: Any, table: list[str]) -> int:
+    """One run, alone or in a multirun. Failures are reported here, at once, and the other jobs go on.
+
+    Args:
+        table: takes a line for each job of a multirun, to be printed after the last.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
     from omegaconf import OmegaConf
@@ -113,11 +120,19 @@ def _job(cfg: Any) -> int:
             raise UserError("a run on several devices starts its own command again, all of a sweep's: leave out -m")
         from gptframe.training.run import train as run_training
 
-        return run_training(config, overrides).exit_code
+        if sweep:
+            print(f"\n{context.rstrip(': ')}", flush=True)
+        result = run_training(config, overrides)
+        if sweep:
+            table.append(f"{context}validation loss {result.val_loss:.4f}, {os.path.relpath(result.run_dir)}")
+        return result.exit_code
     except UserError as error:
+        if sweep:
+            table.append(f"{context}failed")
         return _report(error, context)
     except Exception:
-        if context:
+        if sweep:
+            table.append(f"{context}failed")
             print(f"error: {context.rstrip(': ')} failed", file=sys.stderr)
         traceback.print_exc()
         return 1
@@ -133,7 +148,7 @@ def read_config(cfg: Any, overrides: list[str], output_dir: str | None = None) -
     from gptframe import compose, plugins
     from gptframe.config import Config
 
-    values = cfg if isinstance(cfg, dict) else compose.to_container(cfg)
+    values = cfg if isinstance(cfg, dict) else compose.to_container(cfg, overrides)
     for override in overrides:
         key, _, option = override.partition("=")
         if key.lstrip("+") in compose.groups() and option.startswith("["):
@@ -146,7 +161,7 @@ def read_config(cfg: Any, overrides: list[str], output_dir: str | None = None) -
         section = values.get("model", {}).get(key) if isinstance(values.get("model"), dict) else None
         if isinstance(section, str):
             raise UserError(f"model.{key}={section}: options of a group are selected with {key}={section}")
-        if isinstance(values.get(key), str) and group and key not in ("resume", "run_dir", "name"):
+        if isinstance(values.get(key), str) and group and key not in ("resume", "init_from", "run_dir", "name"):
             raise UserError(f"{key}={values[key]}: no such option. Options: {', '.join(group)}")
     for section in ("data", "tokenizer"):  # a run must find its text again from another directory
         path = values.get(section, {}).get("path")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,17 +76,22 @@ def compose_config(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (
     search = [f"hydra.searchpath=[{paths}]"] if config_dirs else []
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return to_container(compose("train", overrides=[*search, *overrides]))
+            return to_container(compose("train", overrides=[*search, *overrides]), overrides)
     except COMPOSE_ERRORS as error:
         raise UserError(explain(error)) from None
 
 
-def to_container(cfg: DictConfig) -> dict[str, Any]:
+def to_container(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Plain containers with all interpolations resolved; `hydra` itself is left out.
 
+    Args:
+        overrides: what was typed, to check it against the run of `init_from`.
+
     Raises:
-        UserError: an interpolation fails, or a value is missing.
+        UserError: an interpolation fails, a value is missing, or what was typed does not go with `init_from`.
     """
+    if cfg.get("init_from") and not cfg.get("resume"):
+        cfg = _with_architecture_of(cfg, overrides)
     try:
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except COMPOSE_ERRORS as error:
@@ -93,6 +99,52 @@ def to_container(cfg: DictConfig) -> dict[str, Any]:
     assert isinstance(values, dict)
     values.pop("hydra", None)
     return {str(k): v for k, v in values.items()}
+
+
+# What may differ from the run whose weights are taken: it changes neither a shape nor what the weights mean.
+FREE_WITH_WEIGHTS = ("model.name", "model.dropout", "model.init")
+
+
+def _with_architecture_of(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """`cfg` with the model and tokenizer of the run directory `cfg.init_from`.
+
+    The model takes its place before interpolations are resolved, so that what follows from it (the learning rate) does.
+    """
+    from gptframe.training.directory import read_config
+
+    source = Path(str(cfg.init_from)).expanduser().absolute()
+    saved = read_config(source).to_dict()
+    has_tokenizer = (source / "tokenizer").is_dir()
+    cfg = copy.deepcopy(cfg)
+    typed: list[str] = []
+    for override in overrides:
+        key, _, option = override.lstrip("+~").partition("=")
+        for leaf in keys_of_option(key, option) if key in groups() else [key]:
+            if leaf.startswith("tokenizer") and has_tokenizer:
+                raise UserError(f"{override}: the weights of init_from={cfg.init_from} go with the tokenizer in it")
+            if not leaf.startswith("model.") or (key == "tokenizer" and leaf == "model.vocab_size"):
+                continue
+            if leaf.startswith(FREE_WITH_WEIGHTS):
+                typed.append(leaf)
+                continue
+            new, old = OmegaConf.select(cfg, leaf), saved
+            for part in leaf.split("."):
+                old = old.get(part) if isinstance(old, Mapping) else None
+            if (OmegaConf.to_container(new) if OmegaConf.is_config(new) else new) != old:
+                raise UserError(
+                    f"{leaf} is {old!r} in {cfg.init_from} and {new!r} here: weights fit their own architecture only. "
+                    f"May differ: {', '.join(FREE_WITH_WEIGHTS)}"
+                )
+    kept = {leaf: OmegaConf.select(cfg, leaf) for leaf in typed}
+    OmegaConf.set_struct(cfg, False)
+    cfg.init_from = str(source)
+    cfg.model = saved["model"]
+    for leaf, value in kept.items():
+        OmegaConf.update(cfg, leaf, value)
+    if has_tokenizer:
+        cfg.tokenizer = saved["tokenizer"]
+    cfg.plugins = list(dict.fromkeys([*saved["plugins"], *(cfg.plugins or [])]))
+    return cfg
 
 
 def flat_keys(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
@@ -189,6 +241,8 @@ def _explain_key(key: str, text: str) -> str:
     title, known = (
         (f"Keys of {head}", siblings) if head and siblings else ("Keys and groups", [*known_groups, *keys_at_top(keys)])
     )
+    if key.startswith("model.") and key.count(".") > 1 and not siblings:
+        return f"{key}: no such key. The options of a sublayer of your own need a plus: +{key}=..."
     return f"{key}: no such key. {near}{title}: {', '.join(dict.fromkeys(known))}"
 
 

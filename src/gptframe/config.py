@@ -206,6 +206,8 @@ class Config:
     """Files and modules to import first."""
     resume: str | None = None
     """A run directory to continue in place."""
+    init_from: str | None = None
+    """A run directory, trained here or imported, whose architecture, weights and tokenizer a new run starts from."""
     run_dir: str | None = None
     """Where the run is written; null for runs/<date>/<time>_<name>."""
     model: ModelConfig = field(default_factory=ModelConfig)

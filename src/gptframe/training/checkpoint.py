@@ -219,6 +219,25 @@ def model_state(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
 
 
+def load_weights(model: GPT, run_dir: str | Path, config: Mapping[str, Any]) -> Path:
+    """Give `model` the weights of another run's newest valid checkpoint, or of an import; return its path.
+
+    Args:
+        config: `ModelConfig` of `model` as plain containers.
+
+    Raises:
+        UserError: there is no whole checkpoint, or it is of another architecture.
+    """
+    path, _ = newest_valid(Path(run_dir))
+    if path is None:
+        raise UserError(f"init_from={run_dir} has no checkpoint yet")
+    checkpoint = load(path)
+    check_plugins(checkpoint.get(META, {}), path)
+    check_compatible(checkpoint.get(META, {}), config, path)
+    model.load_state_dict(model_state(checkpoint))
+    return path
+
+
 def load_run(run_dir: str | Path, device: str = "cpu", dtype: torch.dtype | None = torch.float32) -> tuple[GPT, Any]:
     """The model of a run with the weights of its newest valid checkpoint, in eval mode, and its tokenizer.
 

@@ -93,13 +93,14 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
     torch.set_num_threads(choose(config.trainer, config.precision, config.model).threads)
     start_logger = check_logger(config.logger)
 
+    origin = resumed or (Path(config.init_from) if config.init_from else None)
     prepared = prepare(
         config.data,
         config.tokenizer,
         config.model.vocab_size,
         seed=config.seed,
         context_length=config.model.context_length,
-        tokenizer_dir=resumed / "tokenizer" if resumed else None,
+        tokenizer_dir=origin / "tokenizer" if origin else None,
     )
     vocab_size = config.model.vocab_size or prepared.vocab_size
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
@@ -107,6 +108,9 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
     n_parameters = sum(p.numel() for p in model.parameters())
     device = choose(config.trainer, config.precision, config.model, n_parameters)
     build("optimizer", config.optimizer, param_groups(model))  # refuses its options while there is no run directory
+    if config.init_from and start is None:
+        weights = checkpoints.load_weights(model, config.init_from, config.to_dict()["model"])
+        prepared.notes.append(f"weights from {shown(weights)}")
     if resumed and start:
         checkpoints.check_compatible(start.meta, config.to_dict()["model"], start.path)
 
@@ -264,6 +268,11 @@ def _find_checkpoint(run_dir: Path, config: Config) -> Start | None:
         return None
     meta = checkpoints.metadata(path)
     checkpoints.check_plugins(meta, path)
+    if meta.get("imported"):
+        raise UserError(
+            f"resume={shown(run_dir)} is an imported model, not a run that was interrupted: "
+            f"start a run from its weights with init_from={shown(run_dir)}"
+        )
     return Start(path, int(meta.get("step", 0)), meta, notes)
 
 
