@@ -10,5 +10,5 @@ python -m pip wheel -q --no-deps -w "$dist" .
 python -m pip install -q --force-reinstall --no-deps "$dist"/*.whl
 python -c "import expecttest, hypothesis, pytest, setuptools" 2>/dev/null ||
   python -m pip install -q expecttest 'hypothesis>=6.100' 'pytest>=8' 'setuptools>=77'
-python -m pytest -q -n 2 --dist load tests
+python -m pytest -q -n 2 --dist loadfile tests
 python ../../benchmarks/gelu.py --memory
