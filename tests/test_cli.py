@@ -234,3 +234,48 @@ def test_a_sweep_on_several_devices_is_refused(workspace, capsys):
     assert main(["train", *QUICK, "trainer.devices=2", "-m", "seed=0,1"]) == 2
     message = capsys.readouterr().err
     assert "leave out -m" in message and "2 of 2 jobs failed" in message and not run_dirs(workspace)
+
+
+def test_a_parameter_that_no_gradient_reaches_is_named(workspace, capsys):
+    layer = LAYER.format(name="cli_idle", body="x * self.up.weight.sum() + self.up.bias")
+    (workspace / "idle.py").write_text(layer)
+    message = fails(capsys, "train", *QUICK, "plugins=[idle.py]", "model.block=[attention,cli_idle,mlp]")
+    assert "blocks.0.cli_idle.core.down.weight" in message
+
+
+def test_a_sweep_ends_with_a_line_for_each_job(workspace, capsys):
+    assert main(["train", *QUICK, "-m", "model.n_heads=2,3"]) == 2
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("job ")]
+    assert "model.n_heads=2" in lines[-2] and "validation loss" in lines[-2] and lines[-1].endswith("failed")
+
+
+def test_options_of_a_sublayer_of_ones_own_need_a_plus(workspace, capsys):
+    assert "+model.my_layer.width" in fails(capsys, "train", "model.my_layer.width=3")
+
+
+def test_a_plugin_that_exits_while_it_is_imported_is_named(workspace, capsys):
+    (workspace / "exits.py").write_text("import sys; sys.exit(0)")
+    message = fails(capsys, "train", *QUICK, "plugins=[exits.py]")
+    assert "exits.py" in message and "sys.exit" in message
+
+
+def test_a_run_directory_at_work_is_not_resumed_twice(workspace, capsys):
+    from gptframe.training import directory
+
+    assert main(["train", *QUICK, "run_dir=run"]) == 0
+    capsys.readouterr()
+    with directory.hold(workspace / "run"):
+        assert "another process" in fails(capsys, "train", "resume=run", "trainer.max_steps=5")
+    assert main(["train", "resume=run", "trainer.max_steps=5", "trainer.clip_norm=null"]) == 0
+    assert yaml.safe_load((workspace / "run" / "config.yaml").read_text())["trainer"]["clip_norm"] is None
+    assert "empty" in fails(capsys, "train", "resume=")
+
+
+def test_a_foreign_file_in_place_of_the_newest_checkpoint_is_passed_over(workspace, capsys):
+    import torch
+
+    assert main(["train", *QUICK, "run_dir=run"]) == 0
+    good = workspace / "run" / "checkpoints" / "step_00000003.ckpt"
+    torch.save({"weights": torch.zeros(2)}, good.with_name("step_00000009.ckpt"))
+    assert main(["train", "resume=run", "trainer.max_steps=4"]) == 0
+    assert len(losses(workspace / "run")) >= 3

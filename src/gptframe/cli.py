@@ -76,6 +76,8 @@ def train(argv: list[str]) -> int:
         nonlocal started
         started = True
         outcomes.append(_job(cfg, table))
+        if outcomes[-1] > 128:  # a signal ends the sweep, not one job of it
+            raise SystemExit(outcomes[-1])
 
     # argparse takes positional arguments in one piece only: `a=1 -m b=2` must become `-m a=1 b=2`.
     overrides = [a for a in argv if not a.startswith("-") and ("=" in a or a.startswith("~"))]
@@ -153,6 +155,8 @@ def read_config(cfg: Any, overrides: list[str], output_dir: str | None = None) -
         key, _, option = override.partition("=")
         if key.lstrip("+") in compose.groups() and option.startswith("["):
             raise UserError(f"{override}: select one option; -m {key}={option.strip('[]')} runs one after the other")
+    if values.get("resume") == "":
+        raise UserError("resume= is empty: give the run directory to continue")
     if values.get("resume"):
         values = _resumed(values, overrides)
     elif output_dir is not None and values.get("run_dir") is None:
@@ -174,6 +178,7 @@ def read_config(cfg: Any, overrides: list[str], output_dir: str | None = None) -
 
 # What a resumed run may change. Anything else would make it another run.
 RESUMABLE = ("trainer.", "logger", "callbacks", "precision", "plugins")
+DERIVED = ("schedule.warmup_steps", "model.vocab_size")  # null until the run has found them
 
 
 def _resumed(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -197,9 +202,12 @@ def _resumed(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
         if override.startswith("~"):
             raise UserError(f"{override}: a resumed run keeps all of its keys")
         key, _, option = override.lstrip("+").partition("=")
+        if key in compose.groups() and key in RESUMABLE:
+            saved[key] = values[key]  # the whole section: the options of another choice mean nothing here
+            continue
         for leaf in compose.keys_of_option(key, option) if key in compose.groups() else [key]:
             new, old = _at(values, leaf), _at(saved, leaf)
-            if leaf == "resume" or new == old or new is None:  # null stands for a value that the run has derived
+            if leaf == "resume" or new == old or (new is None and leaf in DERIVED):
                 continue
             if not leaf.startswith(RESUMABLE) or leaf == "trainer.global_batch_size":
                 raise UserError(

@@ -181,7 +181,7 @@ class TrainerConfig:
     deterministic: bool = False
     """Refuse operations that have no deterministic implementation (torch.use_deterministic_algorithms)."""
     threads: int | None = None
-    """CPU threads of PyTorch; null is 1 for small models (d_model < 256, where more cost time), else PyTorch's choice."""
+    """CPU threads of PyTorch; null is 1 for small models (d_model < 256, more cost time), else PyTorch's choice."""
 
     def __post_init__(self) -> None:
         for key in (

@@ -103,6 +103,9 @@ def _import(action: Callable[[], object], what: str, module: str) -> None:
                 f"{what}: there is no module {error.name!r}; give a .py file or an installed module"
             ) from None
         raise UserError(f"{what} needs {error.name!r}, which is not installed: pip install {error.name}") from None
+    except SystemExit as error:
+        registry.forget(module)
+        raise UserError(f"{what} called sys.exit({error.code!r}) while it was imported") from None
     except BaseException:
         registry.forget(module)
         raise

@@ -22,7 +22,10 @@ except ImportError:  # Windows: the rename alone keeps the cache whole, at the c
 def default_cache_dir() -> Path:
     """`$GPTFRAME_CACHE`, else `~/.cache/gptframe`."""
     configured = os.environ.get("GPTFRAME_CACHE")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "gptframe"
+    try:
+        return Path(configured).expanduser() if configured else Path.home() / ".cache" / "gptframe"
+    except RuntimeError:  # neither HOME nor an entry in the table of users
+        raise UserError("there is no home directory to keep prepared data in: set GPTFRAME_CACHE to a folder") from None
 
 
 def fingerprint(*parts: Any) -> str:

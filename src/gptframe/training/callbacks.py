@@ -96,8 +96,8 @@ class StepBoundary(pl.Callback):
             self._log(trainer, pl_module, step)
         else:
             self.progress.step(step)
-        if not stopping and (step % self.val_interval == 0 or last):
-            self._validate(trainer, pl_module, step)
+        if last or (not stopping and step % self.val_interval == 0):
+            self._validate(trainer, pl_module, step, to_the_end=last)  # the last one has no later session to do it
             stopping = self._stopping(trainer)
         if step % self.checkpoint_interval == 0 or last or stopping:
             self.save(trainer, pl_module)
@@ -132,11 +132,11 @@ class StepBoundary(pl.Callback):
                 logger.log_metrics(row, step)
         self.progress.row(step, row)
 
-    def _validate(self, trainer: pl.Trainer, module: GPTModule, step: int) -> None:
+    def _validate(self, trainer: pl.Trainer, module: GPTModule, step: int, to_the_end: bool = False) -> None:
         """Validate, unless a signal cuts it short: a resumed run then does it from the start."""
         if self.val_loader is None:
             return
-        alone = trainer.world_size == 1  # several ranks go through the same number of batches
+        alone = trainer.world_size == 1 and not to_the_end  # several ranks go through the same number of batches
         loss = evaluate(trainer, module, self.val_loader(), lambda: alone and self.signals.received is not None)
         if loss is None:
             return

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,9 +42,12 @@ def save(checkpoint: Mapping[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch's writer answers a full disk with a RuntimeError
         temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror or error}. Older checkpoints are untouched") from None
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise
+        reason = str(getattr(error, "strerror", None) or error).splitlines()[0]
+        raise UserError(f"cannot write {path}: {reason}. Older checkpoints are untouched") from None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -85,7 +89,7 @@ def damage(path: Path) -> str | None:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
             return f"record {broken} does not match its checksum" if broken else None
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError):
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError):
         return f"it is truncated or not a checkpoint ({path.stat().st_size} bytes)"
     except OSError as error:
         return error.strerror or str(error)
@@ -105,13 +109,23 @@ def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
     """
     notes: list[str] = []
     for _, path in checkpoints(run_dir):
-        reason = damage(path)
+        reason = damage(path) or _foreign(path)
         if reason is None:
             return path, notes
-        notes.append(f"{path.name} is damaged ({reason}): going back to an older one")
+        notes.append(f"{path.name} is damaged ({reason})")
     if notes:
         raise UserError(f"every checkpoint in {run_dir / 'checkpoints'} is damaged; the newest: {notes[0]}")
     return None, notes
+
+
+def _foreign(path: Path) -> str | None:
+    """Why a sound file is not one of our checkpoints, or None."""
+    try:
+        meta = metadata(path)
+    except UserError as error:
+        return str(error).partition(": ")[2]
+    step = meta.get("step") if isinstance(meta, Mapping) else None
+    return None if isinstance(step, int) and step >= 0 else "it does not say which step it is of"
 
 
 def prune(run_dir: Path, keep: int) -> None:

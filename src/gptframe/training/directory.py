@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from gptframe.config import Config
 from gptframe.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def create(run_dir: str | None, name: str, now: time.struct_time | None = None) -> Path:
@@ -43,6 +50,28 @@ def create(run_dir: str | None, name: str, now: time.struct_time | None = None) 
                 suffix = f"_{int(suffix[1:] or 1) + 1}"
     except OSError as error:
         raise UserError(f"cannot make the run directory {error.filename}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def hold(run_dir: Path) -> Iterator[None]:
+    """Keep other processes from training in `run_dir`. The system lets go when the process dies.
+
+    Raises:
+        UserError: another process is at work there, or the directory cannot be written.
+    """
+    try:
+        handle = open(run_dir / ".lock", "ab")
+    except OSError as error:
+        raise UserError(f"cannot write in {run_dir}: {error.strerror}") from None
+    with handle:
+        if fcntl is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another process is training in {run_dir}: wait for it, or stop it first") from None
+            except OSError:  # a file system without locks
+                pass
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

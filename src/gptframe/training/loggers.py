@@ -108,7 +108,7 @@ class MetricsCSV(Logger):
 
 def read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Columns and whole rows of a metrics.csv; a row that a killed process left half-written is dropped."""
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8", errors="replace")
     lines = text[: text.rfind("\n") + 1].splitlines()
     reader = csv.reader(lines)
     columns = next(reader, list(COLUMNS))

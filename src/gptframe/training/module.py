@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from gptframe.errors import UserError
 from gptframe.model import GPT, Context
 from gptframe.registry import build
 from gptframe.training.optimizer import param_groups
@@ -68,6 +69,7 @@ class GPTModule(pl.LightningModule):
         self.last_norm: Tensor = torch.zeros(())
         self.last_lr = 0.0
         self.tokens: Tensor | int = 0
+        self._checked = False
         self.bad_steps = 0  # consecutive steps whose loss or gradient is not finite
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -107,7 +109,19 @@ class GPTModule(pl.LightningModule):
         optimizer.step()  # clips in on_before_optimizer_step, where fp16 gradients are already unscaled
         optimizer.zero_grad(set_to_none=True)
 
+    def _refuse_idle_parameters(self) -> None:
+        idle = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        if idle:
+            more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
+            raise UserError(
+                f"no gradient reaches {', '.join(idle[:3])}{more}: use them in forward, remove them, or freeze them "
+                f"with requires_grad_(False)"
+            )
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._checked:
+            self._refuse_idle_parameters()
+            self._checked = True
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         self.last_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)

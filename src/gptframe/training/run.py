@@ -66,13 +66,13 @@ def train(config: Config, overrides: list[str]) -> RunResult:
     """
     threads = torch.get_num_threads()
     try:
-        with quiet_lightning():
-            return _train(config, overrides)
+        with quiet_lightning(), contextlib.ExitStack() as held:
+            return _train(config, overrides, held)
     finally:
         torch.set_num_threads(threads)
 
 
-def _train(config: Config, overrides: list[str]) -> RunResult:
+def _train(config: Config, overrides: list[str], held: contextlib.ExitStack) -> RunResult:
     import pytorch_lightning as pl
 
     from gptframe.data.datamodule import GPTDataModule
@@ -87,6 +87,10 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
     options: CallbackConfig = convert(CallbackConfig, config.callbacks, "callbacks")
     options.check(config.trainer.val_interval)
     resumed = Path(config.resume).expanduser().absolute() if config.resume else None
+    rank_zero = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
+    if resumed and rank_zero:
+        directory.read_config(resumed)
+        held.enter_context(directory.hold(resumed))
     start = _find_checkpoint(resumed, config) if resumed else None
     config = dataclasses.replace(config, schedule=resolve_warmup(config.schedule, config.trainer.max_steps))
     schedule = make_schedule(config.schedule, config.trainer.max_steps)
@@ -115,7 +119,8 @@ def _train(config: Config, overrides: list[str]) -> RunResult:
         checkpoints.check_compatible(start.meta, config.to_dict()["model"], start.path)
 
     run_dir = resumed or _create_together(config)
-    rank_zero = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
+    if rank_zero and not resumed:
+        held.enter_context(directory.hold(run_dir))
     manifest = Manifest(run_dir, config, device, n_parameters, prepared.fingerprints, start.step if start else 0)
     progress = Progress(config.trainer.max_steps, options.progress, enabled=rank_zero)
     findings = [f"{f.level}: {f}" for f in at_start(config, device, prepared, n_parameters, run_dir)]
