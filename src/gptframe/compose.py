@@ -127,7 +127,8 @@ def _with_architecture_of(cfg: DictConfig, overrides: Sequence[str]) -> DictConf
             if leaf.startswith(FREE_WITH_WEIGHTS):
                 typed.append(leaf)
                 continue
-            new, old = OmegaConf.select(cfg, leaf), saved
+            new: Any = OmegaConf.select(cfg, leaf)
+            old: Any = saved
             for part in leaf.split("."):
                 old = old.get(part) if isinstance(old, Mapping) else None
             if (OmegaConf.to_container(new) if OmegaConf.is_config(new) else new) != old:
