@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,7 +208,7 @@ def choose(
             at = logits[row, seen]
             logits[row, seen] = torch.where(at > 0, at / sampling.repetition_penalty, at * sampling.repetition_penalty)
     best, token = logits.max(dim=-1)
-    if not bool(best.isfinite().all()):
+    if not all(map(math.isfinite, best.tolist())):
         raise UserError("the model's logits are not numbers: its weights hold NaN or infinite values")
     if sampling.temperature == 0:
         return token.tolist()

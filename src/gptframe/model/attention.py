@@ -77,7 +77,9 @@ class Attention(nn.Module):
         q, k, v = self.q(x), self.k(x), self.v(x)  # [B, T, H * d]
         if self.norm_full:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # [B, H, T, d]
+        q, k, v = (
+            t.view(*x.shape[:2], t.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2) for t in (q, k, v)
+        )  # [B, H, T, d]
         if not self.norm_full:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.position.rotate(q, k, ctx)

@@ -21,6 +21,7 @@ class KVCache:
         self.positions = torch.empty(0, dtype=torch.long)  # Long[S] or Long[B,S], positions of all cached tokens
         self._pairs: dict[int, _Pair] = {}
         self._shared: dict[Hashable, Any] = {}
+        self._constant: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
         return self.positions.shape[-1]
@@ -46,11 +47,12 @@ class KVCache:
         for pair in self._pairs.values():
             pair.k, pair.v = pair.k[rows], pair.v[rows]
 
-    def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """`make()`, once a step for all layers that ask with the same key."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
+    def shared(self, key: Hashable, make: Callable[[], Any], constant: bool = False) -> Any:
+        """`make()`, once a step for all layers that ask with the same key; once for all if `constant`."""
+        found = self._constant if constant else self._shared
+        if key not in found:
+            found[key] = make()
+        return found[key]
 
 
 class _Pair:
@@ -68,10 +70,10 @@ class _Pair:
             self.k, self.v = (self._moved(old, x, kept, room) for old, x in ((self.k, k), (self.v, v)))
             self.length = kept
         start, self.length = self.length, self.length + new
-        self.k[:, :, start : self.length] = k
-        self.v[:, :, start : self.length] = v
+        self.k.narrow(2, start, new).copy_(k)
+        self.v.narrow(2, start, new).copy_(v)
         first = 0 if past is None else max(0, start - past)
-        return self.k[:, :, first : self.length], self.v[:, :, first : self.length]
+        return self.k.narrow(2, first, self.length - first), self.v.narrow(2, first, self.length - first)
 
     def _moved(self, old: Tensor, like: Tensor, kept: int, room: int) -> Tensor:
         buffer = like.new_empty((*like.shape[:2], room, like.shape[3]))

@@ -131,18 +131,24 @@ class RoPE(Position):
             )
         self.base, self.pairing = base, pairing
         self.scaling = None if scaling is None else _check_scaling(scaling)
+        self._scaling_key = str(self.scaling)
 
     def rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         if ctx.cache is None:
-            cos, sin = self._turns(ctx.positions, q.dtype)
-        else:  # the same for all layers
-            key = (self.dim, self.base, str(self.scaling), q.dtype)
-            cos, sin = ctx.cache.shared(key, lambda: self._turns(ctx.positions, q.dtype))
-        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+            cos, sin = self._turns(ctx.positions, self._frequencies(ctx.positions.device), q.dtype)
+            return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        key = (self.dim, self.base, self._scaling_key)  # the same for all layers
+        w = ctx.cache.shared(key, lambda: self._frequencies(ctx.positions.device), constant=True)
+        cos, sin = ctx.cache.shared((*key, q.dtype), lambda: self._turns(ctx.positions, w, q.dtype))
+        return self._rotate(torch.cat([q, k], dim=1), cos, sin).split([q.shape[1], k.shape[1]], dim=1)
 
-    def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        w = _frequencies(self.dim, self.base, positions.device)
-        angle = _angles(positions, w if self.scaling is None else scaled(w, **self.scaling))  # [T, d/2]
+    def _frequencies(self, device: torch.device) -> Tensor:
+        w = _frequencies(self.dim, self.base, device)
+        return w if self.scaling is None else scaled(w, **self.scaling)
+
+    @staticmethod
+    def _turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angle = _angles(positions, frequencies)  # [T, d/2]
         if angle.ndim == 3:
             angle = angle[:, None]  # [B, 1, T, d/2]
         return angle.cos().to(dtype), angle.sin().to(dtype)
