@@ -219,7 +219,7 @@ FAULTS = {
     ),
     "bug": ("x = 1\nx.nothing\n", AttributeError, "has no attribute 'nothing'"),
     "nameless": ("raise ModuleNotFoundError('by hand')\n", ModuleNotFoundError, "by hand"),
-    "exit": ("raise SystemExit(3)\n", SystemExit, "3"),
+    "exit": ("raise SystemExit(3)\n", UserError, "called sys.exit(3) while it was imported"),
 }
 
 

@@ -238,6 +238,14 @@ def generate(argv: list[str]) -> int:
     return command_line(argv)
 
 
+@command("evaluate", "loss, perplexity and bits per byte of a run on a text; tasks")
+def evaluate(argv: list[str]) -> int:
+    from gptframe.compose import compose_config
+    from gptframe.evaluate_command import command_line
+
+    return command_line(argv, compose_config)
+
+
 @command("import", "read a model of another library into a run directory")
 def import_model(argv: list[str]) -> int:
     from gptframe.interop.commands import import_command

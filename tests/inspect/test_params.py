@@ -99,7 +99,7 @@ def _with_conv(formulas: object, **options: object) -> ModelConfig:
     return ModelConfig(block=block, n_layers=1)
 
 
-def test_a_plugin_gives_its_own_formula_or_is_measured() -> None:
+def test_a_plugin_gives_its_own_formula_or_is_measured(fresh_registry) -> None:
     def measured(cfg: ModelConfig) -> dict:
         return {r.name.partition(".core.")[2]: r.formula for r in inventory(cfg).rows if "conv_of_this" in r.name}
 
@@ -126,7 +126,7 @@ def test_a_plugin_gives_its_own_formula_or_is_measured() -> None:
         (["D"], ["parameter_formulas"]),
     ],
 )
-def test_a_wrong_formula_is_an_error(formulas: object, words: list[str]) -> None:
+def test_a_wrong_formula_is_an_error(fresh_registry, formulas: object, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         inventory(_with_conv(formulas))
     assert all(word in str(caught.value) for word in words), caught.value

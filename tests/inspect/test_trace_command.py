@@ -162,7 +162,8 @@ def test_a_run_directory_brings_its_weights_and_words(capsys, run_directory) -> 
     folder, config, model = run_directory
     state = {"state_dict": {f"model.{k}": v for k, v in model.state_dict().items()}}
     checkpoint.save(
-        {**state, checkpoint.META: {"model": config.to_dict()["model"]}}, checkpoint.checkpoint_path(folder, 5)
+        {**state, checkpoint.META: {"step": 5, "model": config.to_dict()["model"]}},
+        checkpoint.checkpoint_path(folder, 5),
     )
     code, out, err = run(capsys, str(folder), "--text", "one two three", "--json")
     assert code == 0, err

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import yaml
-from conftest import BASE, merge, rows, without_times
+from tiny_run import BASE, merge, rows, without_times
 
 from gptframe.training.run import train
 

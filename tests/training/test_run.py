@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import rows, without_times
+from tiny_run import rows, without_times
 
 from gptframe.errors import UserError
 from gptframe.training import callbacks, directory
@@ -127,7 +127,7 @@ def test_the_run_directory_holds_everything(make_config):
     run = result.run_dir
     assert {p.name for p in run.iterdir()} == {
         "config.yaml", "overrides.yaml", "metrics.csv", "loss_curve.png", "samples.txt", "manifest.json", "tokenizer",
-        "checkpoints",
+        "checkpoints", ".lock",
     }  # fmt: skip
     assert run.parent.parent == Path.cwd() / "runs" and run.name.endswith("_tiny")
     saved = yaml.safe_load((run / "config.yaml").read_text())
