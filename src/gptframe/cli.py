@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 import traceback
@@ -26,6 +28,9 @@ def command(name: str, summary: str) -> Callable[[Callable[[list[str]], int]], C
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 2 for a person's mistake, 1 for a bug, 130 and 143 for signals."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a terminal without accents shows \xe9 for them
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: gptframe COMMAND ...\n")
         print("\n".join(f"  {name:<10} {summary}" for name, (summary, _) in COMMANDS.items()))
@@ -35,12 +40,15 @@ def main(argv: list[str] | None = None) -> int:
         print(__version__)
         return 0
     try:
+        Path.cwd()
         if arguments[0] not in COMMANDS:
             from gptframe.errors import nearest
 
             known = ", ".join(COMMANDS)
             raise UserError(f"there is no command {arguments[0]!r}. {nearest(arguments[0], COMMANDS)}Commands: {known}")
-        return COMMANDS[arguments[0]][1](arguments[1:])
+        code = COMMANDS[arguments[0]][1](arguments[1:])
+        sys.stdout.flush()
+        return code
     except UserError as error:
         return _report(error)
     except KeyboardInterrupt:
@@ -49,6 +57,13 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `gptframe ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            return _report(UserError("the output cannot be written: no space left on the device"))
+        if isinstance(error, FileNotFoundError) and not os.path.exists("."):
+            return _report(UserError("the current directory has been deleted: change to another"))
+        traceback.print_exc()
+        return 1
     except Exception:
         traceback.print_exc()
         return 1
@@ -82,6 +97,7 @@ def train(argv: list[str]) -> int:
     # argparse takes positional arguments in one piece only: `a=1 -m b=2` must become `-m a=1 b=2`.
     overrides = [a for a in argv if not a.startswith("-") and ("=" in a or a.startswith("~"))]
     options = [a for a in argv if a not in overrides]
+    compose.check_typed(overrides)
     script = Path(__file__).with_name("launch") / "train.py"
     saved_argv, sys.argv = sys.argv, [str(script), *options, *overrides]
     try:
@@ -147,7 +163,7 @@ def read_config(cfg: Any, overrides: list[str], output_dir: str | None = None) -
         cfg: Hydra's config, or plain containers from `compose.compose_config`.
         output_dir: the directory that Hydra made for this job of a multirun.
     """
-    from gptframe import compose, plugins
+    from gptframe import compose, idle, plugins
     from gptframe.config import Config
 
     values = cfg if isinstance(cfg, dict) else compose.to_container(cfg, overrides)
@@ -173,6 +189,8 @@ def read_config(cfg: Any, overrides: list[str], output_dir: str | None = None) -
             values[section]["path"] = str(Path(path).expanduser().absolute())
     config = Config.from_dict(values)
     origins = plugins.load(config.plugins)
+    if config.resume is None:
+        idle.refuse(config, overrides)
     return Config.from_dict({**config.to_dict(), "plugins": origins})
 
 

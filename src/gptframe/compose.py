@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,23 @@ def prepare_hydra() -> None:
             store.store(group=group, name=option, node=node, package=package.group(1) if package else None)
 
 
+def check_typed(overrides: Sequence[str]) -> None:
+    """Refuse the removal of a key, and say which of two overrides of a key counts: the later one, as scripts expect.
+
+    Raises:
+        UserError: an override removes a key.
+    """
+    seen: dict[str, str] = {}
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if override.startswith("~"):
+            instead = f"{key}=none" if "none" in groups().get(key, []) else "give another value instead"
+            raise UserError(f"{override}: no key can be removed; {instead}")
+        if seen.get(key, override) != override:
+            print(f"note: {seen[key]} gives way to {override}, which comes later", file=sys.stderr)
+        seen[key] = override
+
+
 def compose_config(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) -> dict[str, Any]:
     """What `python train.py OVERRIDES` composes, as plain containers, for commands that do not train.
 
@@ -70,6 +88,7 @@ def compose_config(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
+    check_typed(overrides)
     prepare_hydra()
     GlobalHydra.instance().clear()
     paths = ", ".join("'file://" + str(Path(d).expanduser().absolute()).replace("'", "\\'") + "'" for d in config_dirs)
@@ -203,8 +222,14 @@ def explain(error: BaseException) -> str:
         chain = chain.__cause__ or chain.__context__
 
     if isinstance(error, OverrideParseException):
+        key, _, value = str(error.override).partition("=")
+        if value and not set(value) & set("[]{}(),'\""):  # a bare text with letters or signs that need quotes
+            return f"{error.override}: quote the value twice, once for the shell: \"{key}='{value}'\""
         example = "quote what holds brackets or spaces, as in 'model.block=[attention,mlp]'"
         return f"{error.override}: {text.splitlines()[0]}; {example}"
+    if found := re.search(r"Multiple values for (\S+)\.", text):
+        group = found.group(1)
+        return f"+{group}=...: a {group} is selected already; leave out the plus, as in {group}={groups()[group][0]}"
     if "Ambiguous value for argument" in text:
         override = text.split("'")[1]
         return f"{override}: several values need -m, which runs every combination"

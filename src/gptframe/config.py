@@ -20,6 +20,11 @@ from gptframe.errors import UserError, nearest
 Section = dict[str, Any]
 
 
+# Far beyond any model, and below what overflows on the way to the message that memory is short.
+LARGEST = {"d_model": 2**20, "n_layers": 2**14, "n_heads": 2**20, "vocab_size": 2**31 - 1, "context_length": 2**31 - 1}
+LARGEST_BATCH = 2**24
+
+
 def _section(name: str, **options: Any) -> Any:
     return field(default_factory=lambda: {"name": name, **options})
 
@@ -87,9 +92,9 @@ class ModelConfig:
         return [{**self.sublayers.get(section["name"], {}), **section} for section in sections]
 
     def __post_init__(self) -> None:
-        for key in ("d_model", "n_layers", "n_heads", "vocab_size", "context_length"):
+        for key, most in LARGEST.items():
             if getattr(self, key) is not None:
-                _positive(f"model.{key}", getattr(self, key))
+                _positive(f"model.{key}", getattr(self, key), most)
         head_dim = self.sublayers.get("attention", {}).get("head_dim")
         if head_dim is not None and (not isinstance(head_dim, int) or isinstance(head_dim, bool) or head_dim < 1):
             raise UserError(f"model.attention.head_dim={head_dim!r} must be a whole number of at least 1")
@@ -190,6 +195,7 @@ class TrainerConfig:
         ).split():
             if getattr(self, key) is not None:
                 _positive(f"trainer.{key}", getattr(self, key))
+        _positive("trainer.global_batch_size", self.global_batch_size, LARGEST_BATCH)
         if self.compile not in (True, False, "auto"):
             raise UserError(f"trainer.compile={self.compile!r} must be true, false or auto")
 
@@ -350,9 +356,11 @@ def _words(hint: Any) -> str:
     return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def _positive(key: str, value: float) -> None:
+def _positive(key: str, value: float, most: float = math.inf) -> None:
     if not value > 0:
         raise UserError(f"{key}={value} must be greater than 0")
+    if value > most:
+        raise UserError(f"{key}={value} must be at most {most}")
 
 
 def _divisor_near(number: int, wanted: int) -> int:

@@ -86,8 +86,17 @@ def test_newest_valid_goes_back_and_says_so(tmp_path):
 def test_prune_keeps_the_newest(tmp_path):
     for step in (5, 1000, 50, 500):
         write(tmp_path, step)
-    c.prune(tmp_path, 2)
+    c.prune(tmp_path, 2, step=1000)
     assert [step for step, _ in c.checkpoints(tmp_path)] == [1000, 500]
+
+
+def test_prune_does_not_count_what_was_passed_over(tmp_path):
+    """A run that went on from step 50, because 1000 was damaged, keeps what it has written since."""
+    for step in (5, 50, 100):
+        write(tmp_path, step)
+    c.checkpoint_path(tmp_path, 1000).write_bytes(b"damaged")
+    c.prune(tmp_path, 1, step=100)
+    assert [step for step, _ in c.checkpoints(tmp_path)] == [1000, 100]
 
 
 def test_leftovers_go(tmp_path):

@@ -6,6 +6,7 @@ device, and training prints what it finds.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -83,8 +84,6 @@ def examine(config: Config, run_dir: Path | None = None) -> list[Finding]:
     )
     model = config.model
     if prepared is not None:
-        import dataclasses
-
         model = dataclasses.replace(model, vocab_size=model.vocab_size or prepared.vocab_size)
         config = dataclasses.replace(config, model=model)
         found += [Finding("note", "data", note) for note in prepared.notes]
@@ -204,6 +203,29 @@ def estimated_memory(config: Config, device: Device, n_parameters: int) -> int:
     states = {"adamw": 2.0, "muon": 1.5, "lion": 1.0}.get(config.optimizer["name"], 2.0)
     activations = tokens * (model.n_layers * activation_elements(model) + 4 * model.d_model) * width
     return int(n_parameters * width * (2 + states) + activations)
+
+
+def refuse_oversize(config: Config, device: Device, n_parameters: int) -> None:
+    """Refuse a model that this machine cannot hold, before it is built: running out of memory kills the process.
+
+    Raises:
+        UserError: weights, gradients and optimiser state alone exceed the memory.
+    """
+    free = available_memory()
+    if free is None:
+        return
+    need, what = estimated_memory(config, dataclasses.replace(device, micro_batch_size=0), n_parameters), "available"
+    if device.accelerator == "gpu" and torch.cuda.is_available():
+        on_device = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        if config.trainer.strategy in ("auto", "ddp") and need > on_device:
+            free, what = on_device, "on the GPU"
+        else:
+            need = 4 * n_parameters  # it is built on the host
+    if need > free:
+        raise UserError(
+            f"{config.model.name} has {n_parameters:,} parameters: its weights, gradients and optimiser state need "
+            f"{size(need)}, and {size(free)} are {what}. Choose a smaller model; gptframe cost tells what one needs"
+        )
 
 
 def check_memory(device: Device, need: int) -> Iterator[Finding]:

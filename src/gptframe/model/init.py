@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gptframe.config import ModelConfig
+from gptframe.errors import UserError
 from gptframe.registry import build, lookup, register
 
 M = TypeVar("M", bound=nn.Module)
@@ -47,6 +48,9 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 @register("init", "normal")
 def normal(role: str, shape: tuple[int, ...], cfg: ModelConfig, std: float = 0.02, embedding_std: float | None = None):
     """Radford et al. (GPT-2, 2019)."""
+    for option, value in (("std", std), ("embedding_std", embedding_std)):
+        if value is not None and not value > 0:
+            raise UserError(f"model.init.{option}={value} must be greater than 0")
     if role == "embedding":
         return _embedding_std(cfg, std) if embedding_std is None else embedding_std
     return std / (2 * cfg.n_layers) ** 0.5 if role == "residual" else std

@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptframe.errors import UserError
 from gptframe.registry import register
+
+
+def positive(eps: float) -> float:
+    if not eps > 0:
+        raise UserError(f"model.norm.eps={eps} must be greater than 0")
+    return eps
 
 
 @register("norm", "layernorm")
@@ -17,7 +24,7 @@ class LayerNorm(nn.LayerNorm):
     """y = gain * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dimension (Ba et al., 2016)."""
 
     def __init__(self, dim: int, eps: float = 1e-5, affine: bool = True, bias: bool = True):
-        super().__init__(dim, eps=eps, elementwise_affine=affine, bias=bias)
+        super().__init__(dim, eps=positive(eps), elementwise_affine=affine, bias=bias)
 
 
 @register("norm", "rmsnorm")
@@ -26,7 +33,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-5, affine: bool = True):
         super().__init__()
-        self.dim, self.eps = dim, eps
+        self.dim, self.eps = dim, positive(eps)
         self.weight = nn.Parameter(torch.ones(dim)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:

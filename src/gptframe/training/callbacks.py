@@ -88,7 +88,7 @@ class StepBoundary(pl.Callback):
     ) -> None:
         assert isinstance(pl_module, GPTModule)
         step, last = trainer.global_step, trainer.global_step >= trainer.max_steps
-        if pl_module.bad_steps >= self.nonfinite_patience:
+        if pl_module.bad_steps >= self.nonfinite_patience or (last and pl_module.bad_steps):
             raise self._not_finite(pl_module, step)
         self.seconds += time.perf_counter() - self._mark
         stopping = self._stopping(trainer)
@@ -112,7 +112,7 @@ class StepBoundary(pl.Callback):
             raise self._not_finite(module, step)
         trainer.save_checkpoint(checkpoints.checkpoint_path(self.run_dir, step))
         if trainer.is_global_zero:
-            checkpoints.prune(self.run_dir, self.keep_checkpoints)
+            checkpoints.prune(self.run_dir, self.keep_checkpoints, step)
 
     def _log(self, trainer: pl.Trainer, module: GPTModule, step: int) -> None:
         tokens = int(module.tokens)
@@ -199,7 +199,7 @@ class Progress:
         from rich.console import Console
 
         self.console = Console(highlight=False)
-        self.max_steps, self.enabled = max_steps, enabled and style != "none"
+        self.max_steps, self.first_rank, self.enabled = max_steps, enabled, enabled and style != "none"
         self.use_bar = style == "bar" or (style == "auto" and self.console.is_terminal)
         self.bar: Any = None
         self.values: dict[str, float] = {}
@@ -251,8 +251,8 @@ class Progress:
         return f"  eta {int(left // 60)}:{int(left % 60):02d}"
 
     def note(self, text: str) -> None:
-        """Print a line without breaking the bar."""
-        if self.enabled:
+        """Print a line without breaking the bar; `style="none"` silences progress, not what needs attention."""
+        if self.first_rank:
             self.console.print(text, markup=False, soft_wrap=True)
 
     def stop(self) -> None:

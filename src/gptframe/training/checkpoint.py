@@ -128,9 +128,12 @@ def _foreign(path: Path) -> str | None:
     return None if isinstance(step, int) and step >= 0 else "it does not say which step it is of"
 
 
-def prune(run_dir: Path, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints. Call it after a newer one is complete."""
-    for _, path in checkpoints(run_dir)[keep:]:
+def prune(run_dir: Path, keep: int, step: int) -> None:
+    """Delete all but the `keep` newest checkpoints. Call it after the one of `step` is complete.
+
+    Files of later steps were passed over when the run was resumed: they are damaged, and neither count nor go.
+    """
+    for _, path in [(of, path) for of, path in checkpoints(run_dir) if of <= step][keep:]:
         path.unlink(missing_ok=True)
 
 

@@ -134,6 +134,9 @@ def choose_precision(section: Mapping[str, Any], accelerator: str, model: ModelC
 def choose_threads(trainer: TrainerConfig, accelerator: str, model: ModelConfig) -> int:
     """What was asked for; else one for a small model on a CPU, and PyTorch's choice for any other."""
     if trainer.threads is not None:
+        cores = os.cpu_count() or 1
+        if trainer.threads > 16 * cores:
+            raise UserError(f"trainer.threads={trainer.threads}, and this machine has {cores} cores")
         return trainer.threads
     if accelerator == "cpu" and model.d_model < SMALL_D_MODEL and "OMP_NUM_THREADS" not in os.environ:
         return 1

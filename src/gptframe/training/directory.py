@@ -19,6 +19,9 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
+LOCK = ".lock"
+
+
 def create(run_dir: str | None, name: str, now: time.struct_time | None = None) -> Path:
     """Make the directory of a new run: `run_dir`, or `runs/<date>/<time>_<name>`.
 
@@ -31,7 +34,7 @@ def create(run_dir: str | None, name: str, now: time.struct_time | None = None) 
         if run_dir is not None:
             path = Path(run_dir).expanduser()
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
+            if any(entry.name != LOCK for entry in path.iterdir()):
                 raise UserError(
                     f"run_dir={run_dir} is not empty, and nothing is overwritten: "
                     f"name another, or continue it with resume={run_dir}"
@@ -60,7 +63,7 @@ def hold(run_dir: Path) -> Iterator[None]:
         UserError: another process is at work there, or the directory cannot be written.
     """
     try:
-        handle = open(run_dir / ".lock", "ab")
+        handle = open(run_dir / LOCK, "ab")
     except OSError as error:
         raise UserError(f"cannot write in {run_dir}: {error.strerror}") from None
     with handle:
@@ -80,6 +83,9 @@ def write_text(path: Path, text: str) -> None:
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

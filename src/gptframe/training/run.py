@@ -74,10 +74,11 @@ def train(config: Config, overrides: list[str]) -> RunResult:
 
 def _train(config: Config, overrides: list[str], held: contextlib.ExitStack) -> RunResult:
     import pytorch_lightning as pl
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     from gptframe.data.datamodule import GPTDataModule
     from gptframe.data.prepare import prepare
-    from gptframe.inspect.doctor import at_start
+    from gptframe.inspect.doctor import at_start, refuse_oversize
     from gptframe.training.callbacks import AtomicCheckpointIO, Progress, StepBoundary, plot_losses
     from gptframe.training.loggers import LoggerContext, MetricsCSV, check_logger, wandb_run
     from gptframe.training.module import GPTModule
@@ -108,9 +109,10 @@ def _train(config: Config, overrides: list[str], held: contextlib.ExitStack) -> 
     )
     vocab_size = config.model.vocab_size or prepared.vocab_size
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
-    model = build_model(config.model, config.seed)
-    n_parameters = sum(p.numel() for p in model.parameters())
+    n_parameters = sum(p.numel() for p in build_model(config.model, device="meta").parameters())
     device = choose(config.trainer, config.precision, config.model, n_parameters)
+    refuse_oversize(config, device, n_parameters)
+    model = build_model(config.model, config.seed)
     build("optimizer", config.optimizer, param_groups(model))  # refuses its options while there is no run directory
     if config.init_from and start is None:
         weights = checkpoints.load_weights(model, config.init_from, config.to_dict()["model"])
@@ -187,26 +189,30 @@ def _train(config: Config, overrides: list[str], held: contextlib.ExitStack) -> 
             nonfinite_patience=config.trainer.nonfinite_patience,
             on_validation=lambda step: sampler.write_if_due(model, step),
         )
-        trainer = pl.Trainer(
-            accelerator=device.accelerator,
-            devices=config.trainer.devices,
-            num_nodes=config.trainer.num_nodes,
-            strategy=config.trainer.strategy,
-            precision=device.lightning_precision,
-            max_steps=config.trainer.max_steps,
-            max_epochs=-1,
-            limit_val_batches=0,  # StepBoundary validates, in its place between logging and saving
-            deterministic=config.trainer.deterministic,
-            logger=[metrics, *([logger] if logger else [])],
-            callbacks=[boundary],
-            plugins=[AtomicCheckpointIO()],
-            default_root_dir=str(run_dir),
-            use_distributed_sampler=False,
-            num_sanity_val_steps=0,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        try:
+            trainer = pl.Trainer(
+                accelerator=device.accelerator,
+                devices=config.trainer.devices,
+                num_nodes=config.trainer.num_nodes,
+                strategy=config.trainer.strategy,
+                precision=device.lightning_precision,
+                max_steps=config.trainer.max_steps,
+                max_epochs=-1,
+                limit_val_batches=0,  # StepBoundary validates, in its place between logging and saving
+                deterministic=config.trainer.deterministic,
+                logger=[metrics, *([logger] if logger else [])],
+                callbacks=[boundary],
+                plugins=[AtomicCheckpointIO()],
+                default_root_dir=str(run_dir),
+                use_distributed_sampler=False,
+                num_sanity_val_steps=0,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+        except (ValueError, MisconfigurationException) as error:  # an unknown strategy, or one that is not installed
+            reason = str(error).split(". ")[0]
+            raise UserError(f"trainer.strategy={config.trainer.strategy} on {device.accelerator}: {reason}") from None
         announce(progress, config, device, n_parameters, prepared, run_dir, start.step if start else None)
         interrupted = False
         with signals:
