@@ -95,6 +95,11 @@ def train(argv: list[str]) -> int:
             raise SystemExit(outcomes[-1])
 
     # argparse takes positional arguments in one piece only: `a=1 -m b=2` must become `-m a=1 b=2`.
+    if "--help" in argv or "-h" in argv:
+        folders = [b for a, b in zip(argv, argv[1:], strict=False) if a == "--config-dir"]
+        folders += [a.partition("=")[2] for a in argv if a.startswith("--config-dir=")]
+        print(train_help(compose.all_groups([Path(f).expanduser() for f in folders])))
+        return 0
     overrides = [a for a in argv if not a.startswith("-") and ("=" in a or a.startswith("~"))]
     options = [a for a in argv if a not in overrides]
     compose.check_typed(overrides)
@@ -114,6 +119,35 @@ def train(argv: list[str]) -> int:
     if len(outcomes) > 1 and failed:
         print(f"error: {len(failed)} of {len(outcomes)} jobs failed", file=sys.stderr)
     return failed[0] if failed else 0
+
+
+TRAIN_HELP = """gptframe trains a GPT whose architecture is configuration.
+
+  python train.py                                  mini on its own corpus, under a minute on a CPU
+  python train.py model=andrea120m                 92M parameters on English text
+  python train.py data=text data.path=my.txt       your own text
+  python train.py norm_placement=post activation=swiglu expansion=8_3x
+  python train.py -m activation=relu,swiglu seed=0,1   every combination
+  python train.py resume=runs/DATE/TIME_NAME       continue a run
+  python train.py plugins=[my_layer.py] 'model.block=[attention,my_layer,mlp]'
+
+Groups, selected with group=option:
+
+{groups}
+
+Any value is set with its path, as in model.d_model=128 or trainer.max_steps=500.
+--cfg job prints the composed config; --config-dir DIR adds options of your own; --info explains."""
+
+
+def train_help(groups: dict[str, list[str]]) -> str:
+    """Hydra's own help composes every option first, which takes seconds on slow machines."""
+    import textwrap
+
+    lines = [
+        textwrap.fill(", ".join(options), 100, initial_indent=f"  {group:<15} ", subsequent_indent=" " * 18)
+        for group, options in sorted(groups.items())
+    ]
+    return TRAIN_HELP.format(groups="\n".join(lines))
 
 
 def _job(cfg: Any, table: list[str]) -> int:

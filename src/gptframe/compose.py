@@ -184,6 +184,17 @@ def groups() -> dict[str, list[str]]:
     }
 
 
+def all_groups(config_dirs: Sequence[Path] = ()) -> dict[str, list[str]]:
+    """Group -> options: what ships here, what installed plugins bring, and what folders of the user's own hold."""
+    found = {group: set(options) for group, options in groups().items()}
+    for group, option, _ in plugins.config_options():
+        found.setdefault(group, set()).add(option)
+    for folder in config_dirs:
+        for file in folder.glob("*/*.yaml"):
+            found.setdefault(file.parent.name, set()).add(file.stem)
+    return {group: sorted(options) for group, options in found.items()}
+
+
 def keys_of_option(group: str, option: str) -> list[str]:
     """The dotted keys of the composed config that a shipped option file sets.
 
