@@ -195,7 +195,14 @@ def test_half_precision_and_shards(dtype: torch.dtype, made, tmp_path: Path, com
         whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
         want = whole(torch.tensor([ids])).logits[0]
     assert (load(tmp_path / "run", dtype="fp32").logits(ids) - want).abs().max() <= 1e-4
-    assert (ours.logits(ids) - want).abs().max() <= 0.03 * want.abs().max()
+    with torch.no_grad():
+        rounded = theirs(torch.tensor([ids])).logits[0].float()
+
+    def error(logits: torch.Tensor) -> float:
+        return float((logits - want).square().mean().sqrt())
+
+    # In half precision each library rounds in its own places: ours is no further from fp32 than theirs.
+    assert 0 < error(ours.logits(ids)) <= 1.25 * error(rounded)
     back = tmp_path / "back"
     assert command("export", tmp_path / "run", "--format", "llama", "--to", back, "--shard-size", "20KB")[0] == 0
     index = json.loads((back / "model.safetensors.index.json").read_text())
