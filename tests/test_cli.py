@@ -231,6 +231,11 @@ def test_an_option_of_ones_own_with_config_dir(workspace, capsys):
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["activation"]["name"] == "relu"
 
 
+def test_a_misspelt_option_stops_a_sweep_before_its_first_job(workspace, capsys):
+    message = fails(capsys, "train", *QUICK, "-m", "optimizer=adamw,lyon")
+    assert message.startswith("error: optimizer=lyon: no such option. Did you mean 'lion'?") and not run_dirs(workspace)
+
+
 def test_a_sweep_on_several_devices_is_refused(workspace, capsys):
     assert main(["train", *QUICK, "trainer.devices=2", "-m", "seed=0,1"]) == 2
     message = capsys.readouterr().err

@@ -95,20 +95,22 @@ def train(argv: list[str]) -> int:
             raise SystemExit(outcomes[-1])
 
     # argparse takes positional arguments in one piece only: `a=1 -m b=2` must become `-m a=1 b=2`.
+    folders = [b for a, b in zip(argv, argv[1:], strict=False) if a in ("--config-dir", "-cd")]
+    folders += [a.partition("=")[2] for a in argv if a.startswith("--config-dir=")]
+    groups = compose.all_groups([Path(f).expanduser() for f in folders])
     if "--help" in argv or "-h" in argv:
-        folders = [b for a, b in zip(argv, argv[1:], strict=False) if a == "--config-dir"]
-        folders += [a.partition("=")[2] for a in argv if a.startswith("--config-dir=")]
-        print(train_help(compose.all_groups([Path(f).expanduser() for f in folders])))
+        print(train_help(groups))
         return 0
     overrides = [a for a in argv if not a.startswith("-") and ("=" in a or a.startswith("~"))]
     options = [a for a in argv if a not in overrides]
     compose.check_typed(overrides)
+    compose.check_choices(overrides, groups)
     script = Path(__file__).with_name("launch") / "train.py"
     saved_argv, sys.argv = sys.argv, [str(script), *options, *overrides]
     try:
         hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="train")(job)()
     except Exception as error:
-        if started or isinstance(error, OSError):
+        if (started and not isinstance(error, compose.COMPOSE_ERRORS)) or isinstance(error, OSError):
             raise
         raise UserError(compose.explain(error)) from None  # Hydra refuses some overrides with bare ValueErrors
     finally:

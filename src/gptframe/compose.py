@@ -76,6 +76,27 @@ def check_typed(overrides: Sequence[str]) -> None:
         seen[key] = override
 
 
+def check_choices(overrides: Sequence[str], known: Mapping[str, Sequence[str]]) -> None:
+    """Refuse an option of a sweep that does not exist before the first job starts, not when its turn has come.
+
+    Args:
+        known: group -> options.
+
+    Raises:
+        UserError: the group and its options.
+    """
+    for override in overrides:
+        group, _, choices = override.partition("=")
+        if group in known and re.fullmatch(r"[\w.-]+(,[\w.-]+)+", choices):
+            for option in choices.split(","):
+                if option not in known[group] and option != "null":
+                    raise UserError(_no_option(group, option, known[group]))
+
+
+def _no_option(group: str, option: str, options: Sequence[str]) -> str:
+    return f"{group}={option}: no such option. {nearest(option, options)}Options: {', '.join(options)}"
+
+
 def compose_config(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) -> dict[str, Any]:
     """What `python train.py OVERRIDES` composes, as plain containers, for commands that do not train.
 
@@ -247,7 +268,7 @@ def explain(error: BaseException) -> str:
     if found := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
         group, option = found.groups()
         options = groups().get(group, []) or re.findall(r"^\t(\S+)$", text, re.MULTILINE)
-        return f"{group}={option}: no such option. {nearest(option, options)}Options: {', '.join(options)}"
+        return _no_option(group, option, options)
     if found := re.search(r"Could not override '([^']+)'", text):
         return _explain_key(found.group(1), text)
     if found := re.search(r"Interpolation key '([^']+)' not found", text):
