@@ -41,6 +41,7 @@ def build(name: str, folder: Path, dtype: str):
 
     from gptframe.compose import compose_config
     from gptframe.config import Config
+    from gptframe.generate import lay_out
     from gptframe.interop.folders import write_folder_files
     from gptframe.interop.rundir import Run
     from gptframe.model import build_model
@@ -52,6 +53,7 @@ def build(name: str, folder: Path, dtype: str):
         ours.head_weight.mul_(3 if ours.head is not None else 1)
     folder.mkdir()
     write_folder_files(Run(folder, config, ours.state_dict(), 0, None, []), folder, None, None, 10**12)
+    lay_out(ours)  # as gptframe.load does
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     return ours, theirs
 

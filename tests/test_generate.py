@@ -25,6 +25,7 @@ from gptframe.generate import (
     choose,
     generate,
     generate_batch,
+    lay_out,
     probabilities,
     view_start,
 )
@@ -247,6 +248,20 @@ def test_options_out_of_range_are_refused(options: dict, words: str) -> None:
 def test_prompts_that_are_none_are_refused(ids: list[int], words: str) -> None:
     with pytest.raises(UserError, match=words):
         generate(small(), ids, 1)
+
+
+def test_the_layout_in_memory_changes_nothing_else() -> None:
+    model, other = small("gqa", "learned").float(), small("gqa", "learned").float()
+    lay_out(other)
+    for (name, a), (_, b) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
+        assert torch.equal(a, b) and a.shape == b.shape
+        assert b.is_contiguous() == (b.ndim < 2) and b.t().is_contiguous(), name
+    ids = torch.tensor([[1, 2, 3, 4]])
+    assert torch.allclose(model(ids), other(ids), atol=1e-5)
+    other(ids).sum().backward()  # it can be trained on
+    half = small().bfloat16()
+    lay_out(half)
+    assert all(p.is_contiguous() for p in half.parameters())
 
 
 def test_no_tokens_asked_for_and_training_mode_kept() -> None:

@@ -20,6 +20,7 @@ from gptframe.generate import (
     check_prompt,
     choose,
     generate_batch,
+    lay_out,
     view_start,
 )
 from gptframe.inspect.source import check_tokens
@@ -197,6 +198,9 @@ class LoadedModel:
 def load(path: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> LoadedModel:
     """The model of a run directory, trained here or imported, ready to use.
 
+    Its matrices are laid out for generation (`gptframe.generate.lay_out`): to write them with safetensors, make them
+    `.contiguous()`.
+
     Args:
         device: `cpu`, `cuda`, ...; None for the CPU.
         dtype: `fp32`, `bf16`, `fp16`, `fp64` or a torch dtype; None for the one that the checkpoint has.
@@ -221,6 +225,7 @@ def load(path: str | Path, device: str | None = None, dtype: str | torch.dtype |
             raise UserError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}")
         dtype = DTYPES[dtype]
     model, tokenizer = load_run(path, str(place), dtype)
+    lay_out(model)
     return LoadedModel(model, tokenizer, path)
 
 

@@ -87,7 +87,9 @@ class Attention(nn.Module):
         if ctx.cache is not None:
             k, v = ctx.cache.append(self, k, v, self.window)
             k_positions = ctx.cache.positions[..., -k.shape[2] :]
-        y = self.attend(q.to(v.dtype), k.to(v.dtype), v, ctx, k_positions)  # [B, H, T, d]
+        if q.dtype != v.dtype:  # a norm in float32 under autocast
+            q, k = q.to(v.dtype), k.to(v.dtype)
+        y = self.attend(q, k, v, ctx, k_positions)  # [B, H, T, d]
         return self.out(y.transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, k_positions: Tensor) -> Tensor:

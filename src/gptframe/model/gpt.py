@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -101,7 +99,8 @@ class GPT(nn.Module):
             raise ValueError(f"{past + ids.shape[1]} tokens exceed the context of {self.cfg.context_length}")
         ctx = Context() if ctx is None else ctx
         if ctx.positions is None:
-            ctx = dataclasses.replace(ctx, positions=torch.arange(past, past + ids.shape[1], device=ids.device))
+            positions = torch.arange(past, past + ids.shape[1], device=ids.device)
+            ctx = Context(positions, ctx.documents, ctx.cache)
         if ctx.cache is not None:
             if ctx.documents is not None:
                 raise ValueError("a cache knows no document boundaries: give Context either documents or cache")
