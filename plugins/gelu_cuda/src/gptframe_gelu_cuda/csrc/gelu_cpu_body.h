@@ -17,8 +17,8 @@ struct BFloat16 {
   unsigned short bits;
 };
 
-// The arithmetic: one vector at a time with AVX-512, whose instructions round, scale and estimate reciprocals; else
-// scalars, which the compiler vectorises.
+// The arithmetic: whole vectors of float with AVX-512 and AVX2, of double with AVX-512, whose instructions round, scale
+// and estimate reciprocals; else scalars, which the compiler vectorises.
 template <class Policy>
 struct Scalar : Policy {
   static constexpr int kLanes = 1;
@@ -26,7 +26,7 @@ struct Scalar : Policy {
   GELU_FN static void put(typename Policy::R* p, typename Policy::R v) { *p = v; }
 };
 
-#if GELU_ISA == 512
+#if GELU_ISA >= 256
 // Several vectors go through every step side by side. One alone is a chain of forty instructions that each wait for the
 // one before, and the processor's scheduler is too small to hold enough of such chains to stay busy.
 constexpr int kSide = 2;
@@ -55,6 +55,9 @@ GELU_FN Side<V> operator-(Side<V> a) {
   GELU_EACH(-a.v[i])
 }
 
+#endif
+
+#if GELU_ISA == 512
 template <bool Exact>
 struct VectorFloat {
   using V = __m512;
@@ -116,15 +119,50 @@ struct VectorDouble {
   }
   GELU_FN static R estimate(R q) { GELU_EACH(_mm512_rcp14_pd(q.v[i])) }
 };
-#undef GELU_EACH
 using ExactFloat = VectorFloat<true>;
 using QuickFloat = VectorFloat<false>;
 using ExactDouble = VectorDouble;
+#elif GELU_ISA == 256
+template <bool Exact>
+struct VectorFloat {
+  using V = __m256;
+  using R = Side<V>;
+  static constexpr GeluStyle kStyle = Exact ? kExact : kQuick;
+  static constexpr int kLanes = 8 * kSide;
+  GELU_FN static R get(const float* p) { GELU_EACH(_mm256_loadu_ps(p + 8 * i)) }
+  GELU_FN static void put(float* p, R r) {
+    _Pragma("GCC unroll 8") for (int i = 0; i < kSide; ++i) _mm256_storeu_ps(p + 8 * i, r.v[i]);
+  }
+  GELU_FN static R c(double v) { GELU_EACH(_mm256_set1_ps((float)v)) }
+  GELU_FN static R fma(R a, R b, R d) { GELU_EACH(_mm256_fmadd_ps(a.v[i], b.v[i], d.v[i])) }
+  GELU_FN static R positive(R x, R a, R b) {
+    GELU_EACH(_mm256_blendv_ps(b.v[i], a.v[i], _mm256_cmp_ps(x.v[i], _mm256_setzero_ps(), _CMP_GT_OQ)))
+  }
+  // The minimum returns its second operand where that is a NaN.
+  GELU_FN static R magnitude(R x) {
+    GELU_EACH(_mm256_min_ps(_mm256_set1_ps(12), _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v[i])))
+  }
+  // As ScalarFloat's, with 254 = 2 * 127 in the shift: half of the sum is one factor's exponent, the rest the other's.
+  GELU_FN static R exp2(R t) {
+    const R shifted = c(12582912.0 + 254) + t, f = t - (shifted - c(12582912.0 + 254));
+    const R p = Exact ? gelu_exp2_degree6<VectorFloat>(f) : gelu_exp2_degree5<VectorFloat>(f);
+    GELU_EACH(scaled(p.v[i], _mm256_castps_si256(shifted.v[i])))
+  }
+  GELU_FN static V scaled(V p, __m256i n) {
+    const __m256i half = _mm256_srli_epi32(n, 1), rest = _mm256_sub_epi32(n, half);
+    return p * _mm256_castsi256_ps(_mm256_slli_epi32(half, 23)) * _mm256_castsi256_ps(_mm256_slli_epi32(rest, 23));
+  }
+  GELU_FN static R reciprocal(R q) { GELU_EACH(_mm256_set1_ps(1) / q.v[i]) }
+};
+using ExactFloat = VectorFloat<true>;
+using QuickFloat = VectorFloat<false>;
+using ExactDouble = Scalar<ScalarDouble>;
 #else
 using ExactFloat = Scalar<ScalarFloat<true>>;
 using QuickFloat = Scalar<ScalarFloat<false>>;
 using ExactDouble = Scalar<ScalarDouble>;
 #endif
+#undef GELU_EACH
 
 // How a type is computed (M), and in which type it is held meanwhile (W).
 template <class T>
@@ -160,6 +198,31 @@ GELU_FN W* target(T*, W* buffer) {
 template <class W>
 GELU_FN void store(const W*, W*) {}
 
+#if GELU_ISA == 256
+GELU_FN const float* load(const BFloat16* from, float* to) {
+  for (int i = 0; i < kBlock; i += 8) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(from + i)));
+    _mm256_store_ps(to + i, _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)));
+  }
+  return to;
+}
+GELU_FN __m256i rounded_to_bf16(__m256 v) {  // as below, in the lower half of each element
+  const __m256i u = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256 nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+  const __m256 quiet = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
+  const __m256 bits = _mm256_blendv_ps(_mm256_castsi256_ps(up), quiet, nan);
+  return _mm256_srli_epi32(_mm256_castps_si256(bits), 16);
+}
+GELU_FN void store(const float* from, BFloat16* to) {
+  for (int i = 0; i < kBlock; i += 16) {
+    const __m256i low = rounded_to_bf16(_mm256_load_ps(from + i)), high = rounded_to_bf16(_mm256_load_ps(from + i + 8));
+    // Packing works on halves of 128 bits: the quarters come out as 0, 2, 1, 3.
+    _mm256_storeu_si256((__m256i*)(to + i), _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8));
+  }
+}
+#else
 GELU_FN const float* load(const BFloat16* from, float* to) {
   for (int i = 0; i < kBlock; ++i) to[i] = gelu_bits<float>((unsigned)from[i].bits << 16);
   return to;
@@ -173,6 +236,7 @@ GELU_FN void store(const float* from, BFloat16* to) {
     to[i].bits = (unsigned short)((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
   }
 }
+#endif
 
 #if GELU_ISA == 512
 GELU_FN const float* load(const Half* from, float* to) {
