@@ -236,6 +236,36 @@ def test_a_misspelt_option_stops_a_sweep_before_its_first_job(workspace, capsys)
     assert message.startswith("error: optimizer=lyon: no such option. Did you mean 'lion'?") and not run_dirs(workspace)
 
 
+def test_surroundings_at_fault_are_a_line(workspace):
+    """A full disk behind the output, and a directory that is gone."""
+    command = [sys.executable, "-c", "import sys; from gptframe.cli import main; sys.exit(main(sys.argv[1:]))", "train"]
+    if os.path.exists("/dev/full"):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([*command, *QUICK], stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 2 and "the output cannot be written" in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+    (workspace / "gone").mkdir()
+    start = f'cd {workspace / "gone"} && rmdir {workspace / "gone"} && exec "$@"'
+    done = subprocess.run(["sh", "-c", start, "sh", *command, *QUICK], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.strip().endswith("has been deleted: change to another"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "override,words",
+    [
+        ("trainer.strategy=foo", "invalid strategy name"),
+        ("trainer.threads=100000", "cores"),
+        ("model.d_model=1000000000", "must be at most 1048576"),
+        ("model.d_model=1000000", "24,000,084,000,000 parameters"),  # 12 D^2 + 64 D a block, and so on
+        ("trainer.global_batch_size=1000000007", "must be at most"),
+        ("model.init.std=0", "model.init.std=0.0 must be greater than 0"),
+        ("model.norm.eps=-1", "model.norm.eps=-1.0 must be greater than 0"),
+    ],
+)
+def test_what_no_machine_holds_is_refused_before_it_is_tried(override, words, workspace, capsys):
+    assert words in fails(capsys, "train", *QUICK, override)
+
+
 def test_a_sweep_on_several_devices_is_refused(workspace, capsys):
     assert main(["train", *QUICK, "trainer.devices=2", "-m", "seed=0,1"]) == 2
     message = capsys.readouterr().err

@@ -40,7 +40,6 @@ def main(argv: list[str] | None = None) -> int:
         print(__version__)
         return 0
     try:
-        Path.cwd()
         if arguments[0] not in COMMANDS:
             from gptframe.errors import nearest
 
@@ -57,16 +56,20 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `gptframe ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        if error.errno == errno.ENOSPC and error.filename is None:
-            return _report(UserError("the output cannot be written: no space left on the device"))
-        if isinstance(error, FileNotFoundError) and not os.path.exists("."):
-            return _report(UserError("the current directory has been deleted: change to another"))
-        traceback.print_exc()
-        return 1
-    except Exception:
-        traceback.print_exc()
-        return 1
+    except Exception as error:
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception, context: str = "") -> int:
+    """A bug's full traceback; a line where the surroundings are at fault."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        return _report(UserError("the output cannot be written: no space left on the device"), context)
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return _report(UserError("the current directory has been deleted: change to another"), context)
+    traceback.print_exception(error)
+    return 1
 
 
 def _report(error: BaseException, context: str = "") -> int:
@@ -184,12 +187,11 @@ def _job(cfg: Any, table: list[str]) -> int:
         if sweep:
             table.append(f"{context}failed")
         return _report(error, context)
-    except Exception:
+    except Exception as error:
         if sweep:
             table.append(f"{context}failed")
             print(f"error: {context.rstrip(': ')} failed", file=sys.stderr)
-        traceback.print_exc()
-        return 1
+        return _unexpected(error, context)
 
 
 def read_config(cfg: Any, overrides: list[str], output_dir: str | None = None) -> Any:

@@ -392,8 +392,8 @@ class HuggingFaceFile(_HuggingFace):
         place = Path(path).expanduser()
         if place.is_dir():
             place = place / _HF_FILE
-        if not place.exists():
-            raise UserError(f"tokenizer.path: there is no {place}")
+        if not place.is_file():
+            raise UserError(f"tokenizer.path: there is no file {place}")
         inner = _hf_from_file(place)
         for key, token in (("eos", eos), ("bos", bos)):
             if token is not None and inner.token_to_id(token) is None:

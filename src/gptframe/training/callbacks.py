@@ -250,8 +250,13 @@ class Progress:
         left = (time.perf_counter() - self._started) / done * (self.max_steps - step)
         return f"  eta {int(left // 60)}:{int(left % 60):02d}"
 
+    def say(self, text: str) -> None:
+        """Print a line without breaking the bar."""
+        if self.enabled:
+            self.note(text)
+
     def note(self, text: str) -> None:
-        """Print a line without breaking the bar; `style="none"` silences progress, not what needs attention."""
+        """Print a line that needs attention: `style="none"` does not silence it."""
         if self.first_rank:
             self.console.print(text, markup=False, soft_wrap=True)
 

@@ -51,19 +51,19 @@ def announce(
     accumulation = (
         f" in {device.accumulation} micro-batches of {device.micro_batch_size}" if device.accumulation > 1 else ""
     )
-    progress.note(f"{config.name}: {n_parameters:,} parameters, {where}, {device.precision}")
-    progress.note(
+    progress.say(f"{config.name}: {n_parameters:,} parameters, {where}, {device.precision}")
+    progress.say(
         f"data: {config.data['name']}, {len(prepared.train):,} training and {len(prepared.val):,} validation tokens"
     )
-    progress.note(
+    progress.say(
         f"step: {t.global_batch_size} x {m.context_length} = {tokens:,} tokens{accumulation}; {t.max_steps} steps"
     )
     if resumed_at is not None:
-        progress.note(f"resuming {shown(run_dir)} from step {resumed_at}")
+        progress.say(f"resuming {shown(run_dir)} from step {resumed_at}")
         if resumed_at >= t.max_steps:
-            progress.note(f"it is complete; train on with trainer.max_steps={2 * t.max_steps}")
+            progress.say(f"it is complete; train on with trainer.max_steps={2 * t.max_steps}")
     else:
-        progress.note(f"run directory: {shown(run_dir)}")
+        progress.say(f"run directory: {shown(run_dir)}")
 
 
 def summary(result: RunResult, max_steps: int) -> None:
