@@ -253,3 +253,44 @@ def test_the_nearest_number_of_heads_is_proposed():
         model(d_model=100, n_heads=12)
     with pytest.raises(UserError, match="try model.n_heads=1$"):
         model(d_model=7, n_heads=3)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "n_layers", "layers"),
+    [
+        ("3*[attention]+1*[mlp]", 8, "aaamaaam"),
+        ("[attention] + [mlp]", 4, "amam"),
+        ("2*[mlp]", 4, "mmmm"),
+        ("1*[mlp]+2*[attention]+1*[mlp]", 4, "maam"),
+    ],
+)
+def test_a_pattern_of_blocks_is_repeated_over_the_layers(pattern, n_layers, layers):
+    model = Config.from_dict({"model": {"block": pattern, "n_layers": n_layers}}).model
+    assert "".join(model.block_of(layer)[0]["name"][0] for layer in range(n_layers)) == layers
+    again = Config.from_dict(Config(model=model).to_dict()).model
+    assert [again.block_of(i) for i in range(n_layers)] == [model.block_of(i) for i in range(n_layers)]
+
+
+def test_a_layer_of_its_own_wins_over_the_pattern():
+    model = Config.from_dict(
+        {"model": {"block": "1*[attention]+1*[mlp]", "n_layers": 4, "layers": {1: ["attention", "mlp"]}}}
+    ).model
+    assert [len(model.block_of(layer)) for layer in range(4)] == [1, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("3*[attention]+1*[mlp]", "a pattern of 4 layers, and model.n_layers=6 is no multiple"),
+        ("attention", "or a pattern of lists"),
+        ("3*attention", "or a pattern of lists"),
+        ("3*[attention", "or a pattern of lists"),
+        ("0*[attention]", "a pattern of 0 layers"),
+        ("99999999*[mlp]", "more layers"),
+        ("3*[]", "or a pattern of lists"),
+    ],
+)
+def test_what_is_no_pattern(pattern, words):
+    with pytest.raises(UserError, match="model.block=") as refusal:
+        Config.from_dict({"model": {"block": pattern, "n_layers": 6}})
+    assert words in str(refusal.value)

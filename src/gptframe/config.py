@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -47,7 +48,8 @@ class ModelConfig:
     context_length: int = 32
     """Longest sequence, in tokens."""
     block: list[Any] = field(default_factory=lambda: ["attention", "mlp"])
-    """The sublayers of each block, in order: names, or `{name: ..., option: ...}`."""
+    """The sublayers of each block, in order: names, or `{name: ..., option: ...}`. A pattern over the layers is text,
+    `3*[conv,mlp]+1*[attention,mlp]`; it is repeated, and becomes `block` and `layers` when it is read."""
     layers: dict[int, list[Any]] = field(default_factory=dict)
     """`block` for single layers: `{3: [attention]}`; layers count from 0."""
     topology: str = "sequential"
@@ -267,8 +269,39 @@ def _gather_sublayers(model: Mapping[str, Any]) -> dict[str, Any]:
                 raise UserError(f"model.{key}={value!r} must be a section of options")
             raise UserError(f"model.{key}: no such key. {nearest(key, known)}Known: {', '.join(sorted(known))}")
     values["layers"] = values.get("layers") or {}
+    if isinstance(values.get("block"), str) and isinstance(values["layers"], Mapping):
+        blocks = repeat_pattern(values["block"], values.get("n_layers", ModelConfig.n_layers))
+        values["block"] = blocks[0]
+        others = {layer: block for layer, block in enumerate(blocks) if block != blocks[0]}
+        values["layers"] = {**others, **values["layers"]}
     values["sublayers"] = {"attention": {}, "mlp": {}, **{k: dict(v) for k, v in rest.items()}}
     return values
+
+
+def repeat_pattern(pattern: str, n_layers: Any) -> list[list[str]]:
+    """The block of each layer: `1*[a,b]+2*[c]` for 6 layers is [a, b], [c], [c], [a, b], [c], [c].
+
+    Raises:
+        UserError: it is no pattern, or the layers are no whole number of repetitions.
+    """
+    names = r"\s*[\w.:]+\s*(?:,\s*[\w.:]+\s*)*"
+    term = rf"\s*(?:(\d+)\s*\*\s*)?\[({names})\]\s*"
+    if not re.fullmatch(rf"{term}(?:\+{term})*", pattern):
+        raise UserError(
+            f"model.block={pattern!r} must be a list of sublayers, as in model.block=[attention,mlp], or a pattern of "
+            f"lists, as in \"model.block='3*[conv,mlp]+1*[attention,mlp]'\""
+        )
+    blocks: list[list[str]] = []
+    for count, inner in re.findall(term, pattern):
+        if int(count or 1) > LARGEST["n_layers"]:
+            raise UserError(f"model.block={pattern!r}: {count} is more layers than there can be")
+        blocks += [[name.strip() for name in inner.split(",")]] * int(count or 1)
+    if not blocks or not isinstance(n_layers, int) or n_layers % len(blocks):
+        raise UserError(
+            f"model.block={pattern!r} is a pattern of {len(blocks)} layers, and model.n_layers={n_layers} "
+            f"is no multiple of it"
+        )
+    return blocks * (n_layers // len(blocks))
 
 
 def _fields(cls: type) -> list[str]:
