@@ -236,6 +236,13 @@ def test_a_misspelt_option_stops_a_sweep_before_its_first_job(workspace, capsys)
     assert message.startswith("error: optimizer=lyon: no such option. Did you mean 'lion'?") and not run_dirs(workspace)
 
 
+def test_quiet_prints_the_run_directory_and_nothing_else(workspace, capsys):
+    assert main(["train", *QUICK, "--quiet"]) == 0
+    (run,) = run_dirs(workspace)
+    assert capsys.readouterr().out == f"{run.relative_to(workspace)}\n"
+    assert main(["train", f"resume={run}", "trainer.max_steps=5", "--quiet"]) == 0
+
+
 def test_surroundings_at_fault_are_a_line(workspace):
     """A full disk behind the output, and a directory that is gone."""
     command = [sys.executable, "-c", "import sys; from gptframe.cli import main; sys.exit(main(sys.argv[1:]))", "train"]

@@ -104,6 +104,8 @@ def train(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(train_help(groups))
         return 0
+    if "--quiet" in argv:
+        argv = [*(a for a in argv if a != "--quiet"), "callbacks.progress=none", "callbacks.summary=false"]
     overrides = [a for a in argv if not a.startswith("-") and ("=" in a or a.startswith("~"))]
     options = [a for a in argv if a not in overrides]
     compose.check_typed(overrides)
@@ -141,7 +143,8 @@ Groups, selected with group=option:
 {groups}
 
 Any value is set with its path, as in model.d_model=128 or trainer.max_steps=500.
---cfg job prints the composed config; --config-dir DIR adds options of your own; --info explains."""
+--cfg job prints the composed config; --config-dir DIR adds options of your own;
+--quiet prints the run directory alone; --info explains."""
 
 
 def train_help(groups: dict[str, list[str]]) -> str:

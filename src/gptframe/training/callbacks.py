@@ -253,12 +253,14 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line without breaking the bar."""
         if self.enabled:
-            self.note(text)
+            self.console.print(text, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Print a line that needs attention: `style="none"` does not silence it."""
-        if self.first_rank:
-            self.console.print(text, markup=False, soft_wrap=True)
+        """Print a line that needs attention: `style="none"` does not silence it, but sends it to stderr."""
+        if self.enabled:
+            self.say(text)
+        elif self.first_rank:
+            print(text, file=sys.stderr, flush=True)
 
     def stop(self) -> None:
         if self.bar is not None:

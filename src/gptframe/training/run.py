@@ -39,6 +39,8 @@ class CallbackConfig:
     """`bar`, `lines`, `none`, or `auto`: a bar on a terminal, lines elsewhere."""
     loss_curve: bool = True
     """Draw loss_curve.png at the end."""
+    summary: bool = True
+    """Print what the run came to; without it, the path of the run directory alone."""
     samples: SampleConfig = field(default_factory=SampleConfig)
 
     def check(self, val_interval: int) -> None:
@@ -243,8 +245,10 @@ def _train(config: Config, overrides: list[str], held: contextlib.ExitStack) -> 
             manifest.write(status=status, result=_without_paths(result))
             if interrupted:
                 print(f"saved at step {step}; continue with: {command()} resume={shown(run_dir)}", flush=True)
-            else:
+            elif options.summary:
                 summary(result, config.trainer.max_steps)
+            else:
+                print(shown(run_dir), flush=True)
         exit_code = result.exit_code
         return result
     finally:
