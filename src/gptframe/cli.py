@@ -39,6 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(__version__)
         return 0
+    if arguments[0] == "complete" and len(arguments) == 3:  # asked by the shell, not by people
+        from gptframe.completion import answer
+
+        print("\n".join(answer(arguments[1], arguments[2], COMMANDS)))
+        return 0
     try:
         if arguments[0] not in COMMANDS:
             from gptframe.errors import nearest
@@ -317,6 +322,14 @@ def export_model(argv: list[str]) -> int:
     from gptframe.interop.commands import export_command
 
     return export_command(argv)
+
+
+@command("completion", "shell completion: gptframe completion bash|zsh|fish")
+def completion(argv: list[str]) -> int:
+    from gptframe.completion import script
+
+    sys.stdout.write(script(argv))
+    return 0
 
 
 def _configure(overrides: list[str], config_dirs: list[str]) -> Any:
