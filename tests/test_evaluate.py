@@ -125,6 +125,10 @@ def test_the_bootstrap_against_theory_and_by_hand() -> None:
     assert summarise(documents, resamples=50) == summarise(documents, resamples=50)
     assert summarise(documents, resamples=50, seed=1).loss != summarise(documents, resamples=50).loss
     assert summarise(documents[:29]).resampled == "stretches of text"
+    single = summarise(documents[:1])  # one stretch has no interval, and none of width 0 is claimed
+    assert single.resampled is None and single.loss.value == pytest.approx(values[0])
+    assert math.isnan(single.loss.low) and math.isnan(single.bits_per_byte.high)
+    assert summarise(documents, resamples=50, seed=-1).loss.value == found.loss.value
     # every row is a sum of rows that exist
     units = np.array([[1.0, 10.0], [100.0, 1000.0]])
     sums = bootstrap(units, 200, 0)
@@ -292,6 +296,16 @@ def test_the_command_on_ones_own_text(bytes_run: Path, tmp_path: Path, capsys) -
     assert code == 2 and "exists, and nothing is overwritten" in err
 
 
+def test_a_text_of_one_window_has_no_interval(bytes_run: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "t.txt").write_text("some words")
+    arguments = (bytes_run, "data=text", f"data.path={tmp_path / 't.txt'}")
+    code, out, err = command(capsys, *arguments)
+    assert code == 0, err
+    assert "no intervals" in out and " to " not in out.split("bits per byte")[1].splitlines()[0]
+    found = json.loads(command(capsys, *arguments, "--json")[1], parse_constant=pytest.fail)  # NaN is no JSON
+    assert found["interval"] is None and found["loss"]["low"] is None and found["loss"]["value"] > 0
+
+
 def test_token_files(bytes_run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("GPTFRAME_CACHE", str(tmp_path / "cache"))
     np.frombuffer(b"hello world. " * 50, np.uint8).astype("<u2").tofile(tmp_path / "t.bin")
@@ -311,6 +325,12 @@ def test_token_files(bytes_run: Path, tmp_path: Path, capsys, monkeypatch) -> No
         (["data=verbs", "--stride", "0"], ["--stride 0"]),
         (["data=verbs", "--documents", "0"], ["--documents 0"]),
         (["data=verbs", "--resamples", "1"], ["--resamples 1"]),
+        (["data=verbs", "--resamples", "1000001"], ["must be from 2 to 1,000,000"]),
+        (["data=verbs", "data.baseline_order=2"], ["data.baseline_order=2 has no effect"]),
+        (["--tasks", "x", "--stride", "3"], ["leave out --stride"]),
+        (["--tasks", "x", "--seed", "0"], ["leave out --seed"]),
+        (["--split", "test"], ["--split: invalid choice: 'test'", "gptframe evaluate --help"]),
+        (["--device", "meta"], ["--device meta"]),
         (["data=verbs", "--tasks", "x"], ["leave out data="]),
         (["--limit", "3"], ["--tasks"]),
         ([], ["has no text of its own", "data=text"]),
@@ -381,6 +401,8 @@ def test_a_task_from_a_local_file(bytes_run: Path, tmp_path: Path, capsys, monke
     assert found["acc"] == pytest.approx(want) and found["examples"] == 3
     code, out, _ = command(capsys, *arguments, "--limit", "2")
     assert code == 0 and out.startswith("choice_of_this_test: 2 examples")
+    code, _, err = command(capsys, bytes_run, "--tasks", ",")
+    assert code == 2 and err == "error: --tasks is empty: give names separated by commas\n"
     code, _, err = command(capsys, bytes_run, "--tasks", "choice_of_this_tset", "--tasks-from", tmp_path)
     assert code == 2 and "Did you mean 'choice_of_this_test'" in err
 

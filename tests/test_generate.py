@@ -449,6 +449,13 @@ def test_a_dialogue(run: Path, capsys, monkeypatch) -> None:
         (["--ids", "4", "--prompt", "I"], ["either --prompt or --ids"]),
         (["--interactive", "--json"], ["--interactive"]),
         (["--device", "nowhere"], ["--device nowhere"]),
+        (["--device", "meta"], ["--device meta"]),
+        (["--temperature", "0", "--top-k", "5"], ["--temperature 0", "--top-k has no effect"]),
+        (["--temperature", "0", "--seed", "0"], ["--seed has no effect"]),
+        (["--temperature", "0", "--samples", "2"], ["--samples has no effect"]),
+        (["--interactive", "--prompt", "I", "--prompt", "you"], ["one --prompt"]),
+        (["--seed", "x"], ["--seed: invalid int value: 'x'", "gptframe generate --help"]),
+        (["--sample", "3"], ["unrecognized arguments: --sample 3"]),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(run: Path, capsys, arguments: list[str], words: list[str]) -> None:

@@ -160,7 +160,8 @@ class Evaluation:
     """What all documents came to together.
 
     Attributes:
-        resampled: what the intervals were drawn from, "documents" or "stretches of text".
+        resampled: what the intervals were drawn from, "documents" or "stretches of text"; None where there is only one
+            of them, and the ends of the intervals are NaN.
     """
 
     documents: int
@@ -169,7 +170,7 @@ class Evaluation:
     loss: Interval
     perplexity: Interval
     bits_per_byte: Interval | None
-    resampled: str
+    resampled: str | None
 
 
 def summarise(documents: Sequence[Document], resamples: int = 1000, seed: int = 0) -> Evaluation:
@@ -190,7 +191,7 @@ def summarise(documents: Sequence[Document], resamples: int = 1000, seed: int = 
         units = np.array([[d.nats, d.tokens, d.bytes or 0] for d in scored], dtype=np.float64)
     else:  # a stretch's bytes are not known; it gets its share
         units = np.array([[x, n, n * per_token] for d in scored for x, n in d.stretches], dtype=np.float64)
-    sums = bootstrap(units, resamples, seed)
+    sums = bootstrap(units, resamples, seed) if len(units) > 1 else np.full((1, 3), np.nan)
     loss = sums[:, 0] / sums[:, 1]
     bpb = None
     if n_bytes:
@@ -203,13 +204,13 @@ def summarise(documents: Sequence[Document], resamples: int = 1000, seed: int = 
         _interval(nats / tokens, loss),
         _interval(math.exp(min(nats / tokens, 700)), np.exp(np.minimum(loss, 700))),
         bpb,
-        "documents" if len(scored) >= FEW else "stretches of text",
+        None if len(units) < 2 else "documents" if len(scored) >= FEW else "stretches of text",
     )
 
 
 def bootstrap(units: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     """Sums over rows of units[U, K] drawn with replacement, [resamples, K]; Philox words, alike in every NumPy."""
-    words = np.random.Philox(key=np.array([seed, 0], dtype=np.uint64))
+    words = np.random.Philox(key=np.array([seed % 2**64, 0], dtype=np.uint64))
     sums = np.empty((resamples, units.shape[1]))
     for i in range(resamples):
         drawn = (words.random_raw(len(units)) >> np.uint64(11)).astype(np.float64) * (len(units) / 2.0**53)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gptframe.arguments import Parser, typed
 from gptframe.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,12 +25,15 @@ EXAMPLES = """examples:
   gptframe evaluate RUN --tasks my_task --tasks-from FOLDER    tasks of lm-eval (pip install lm-eval)
 """
 
+ONLY_TRAINING = ("mask_documents", "baseline_order", "baseline_tokens")
+"""Keys of `data` that a corpus does not take."""
+
 Compose = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]
 
 
 def command_line(argv: list[str], compose: Compose) -> int:
     """`gptframe evaluate RUN [data=...]`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "gptframe evaluate",
         description="Loss, perplexity and bits per byte of a run's model on a text, with 95 % intervals.",
         epilog=EXAMPLES,
@@ -38,12 +43,12 @@ def command_line(argv: list[str], compose: Compose) -> int:
     parser.add_argument("run", help="a run directory, trained here or imported")
     parser.add_argument("override", nargs="*", metavar="data=...", help="the text (default: the run's own data)")
     parser.add_argument("--config-dir", action="append", default=[], help="a folder with options of your own")
-    parser.add_argument("--split", choices=("train", "val", "all"), default="val", help="(default val)")
+    parser.add_argument("--split", choices=("train", "val", "all"), help="(default val)")
     parser.add_argument("--documents", type=int, metavar="N", help="score no more than N documents")
     parser.add_argument("--stride", type=int, help="tokens by which a window moves on (default: half a context)")
     parser.add_argument("--batch-size", type=int, default=8, help="windows in a forward pass; changes no result")
-    parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap (default 1000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default 0)")
+    parser.add_argument("--resamples", type=int, help="of the bootstrap (default 1000)")
+    parser.add_argument("--seed", type=int, help="of the bootstrap (default 0)")
     parser.add_argument("--per-document", metavar="FILE.jsonl", help="write a line for each document")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default cpu)")
@@ -57,15 +62,24 @@ def command_line(argv: list[str], compose: Compose) -> int:
         key = override.lstrip("+").partition("=")[0]
         if "=" not in override or (key != "data" and not key.startswith("data.")):
             raise UserError(f"{override}: only the text is chosen here, as in data=text data.path=my.txt")
+    wasted = [o for o in arguments.override if o.lstrip("+").partition("=")[0] in [f"data.{k}" for k in ONLY_TRAINING]]
+    if wasted:
+        raise UserError(f"{wasted[0]} has no effect here: it is about training")
     for option in ("documents", "limit"):
         if getattr(arguments, option) is not None and getattr(arguments, option) < 1:
             raise UserError(f"--{option} {getattr(arguments, option)} must be at least 1")
-    if arguments.resamples < 2:
-        raise UserError(f"--resamples {arguments.resamples} must be at least 2")
-    if arguments.tasks and arguments.override:
-        raise UserError("--tasks names its own texts: leave out data=")
-    if (arguments.tasks_from or arguments.limit) and not arguments.tasks:
+    if arguments.tasks is not None:
+        idle = typed(arguments, ("split", "documents", "stride", "resamples", "seed", "per_document"))
+        idle += ["--config-dir"] if arguments.config_dir else []
+        if arguments.override or idle:
+            raise UserError(f"--tasks names its own texts: leave out {'data=' if arguments.override else idle[0]}")
+    elif arguments.tasks_from or arguments.limit:
         raise UserError("--tasks-from and --limit go with --tasks")
+    arguments.split = arguments.split or "val"
+    arguments.seed = arguments.seed or 0
+    arguments.resamples = 1000 if arguments.resamples is None else arguments.resamples
+    if not 2 <= arguments.resamples <= 1_000_000:
+        raise UserError(f"--resamples {arguments.resamples} must be from 2 to 1,000,000")
     composed = compose(arguments.override, arguments.config_dir)["data"] if arguments.override else None
     target = Path(arguments.per_document).expanduser() if arguments.per_document else None
     if target is not None and target.exists():
@@ -74,7 +88,7 @@ def command_line(argv: list[str], compose: Compose) -> int:
     from gptframe.loading import load
 
     model = load(arguments.run, arguments.device, arguments.dtype)
-    if arguments.tasks:
+    if arguments.tasks is not None:
         return _tasks(model, arguments)
     return _text(model, arguments, composed, target)
 
@@ -88,7 +102,7 @@ def _text(model: LoadedModel, arguments: argparse.Namespace, data: dict[str, Any
     section = dict(config.data if data is None else data)
     if data is None and section.get("name") == "text" and section.get("path") is None:
         raise UserError(f"{arguments.run} has no text of its own: name one, as in data=text data.path=my.txt")
-    options = {k: v for k, v in section.items() if k not in ("mask_documents", "baseline_order", "baseline_tokens")}
+    options = {k: v for k, v in section.items() if k not in ONLY_TRAINING}
     corpus = build("corpus", options, key="data")
     splits = ("train", "val") if arguments.split == "all" else (arguments.split,)
     notes: list[str] = list(getattr(corpus, "notes", []))
@@ -163,13 +177,13 @@ def _write_documents(target: Path, documents: Sequence[Document]) -> None:
         raise UserError(f"--per-document {target}: {error.strerror}") from None
 
 
-def _shown(value: Interval) -> dict[str, float]:
+def _shown(value: Interval) -> dict[str, float | None]:
     # Beyond six digits stands the rounding of float32, which depends on the batch size.
     return {"value": _round(value.value), "low": _round(value.low), "high": _round(value.high)}
 
 
-def _round(value: float) -> float:
-    return float(f"{value:.6g}")
+def _round(value: float) -> float | None:
+    return None if math.isnan(value) else float(f"{value:.6g}")  # JSON has no NaN
 
 
 def _print_json(
@@ -189,7 +203,7 @@ def _print_json(
         "loss": _shown(found.loss),
         "perplexity": _shown(found.perplexity),
         "bits_per_byte": None if found.bits_per_byte is None else _shown(found.bits_per_byte),
-        "interval": f"95 %, {arguments.resamples} resamples of {found.resampled}",
+        "interval": f"95 %, {arguments.resamples} resamples of {found.resampled}" if found.resampled else None,
     }
     if verbs is not None:
         values["verbs"] = {
@@ -222,8 +236,12 @@ def _print_table(
         ("bits per byte", found.bits_per_byte),
     ):
         if value is not None:
-            print(f"  {label:<14} {value.value:10.4f}   {value.low:.4f} to {value.high:.4f}")
-    print(f"\n  95 % intervals from {arguments.resamples} resamples of {found.resampled}")
+            interval = f"   {value.low:.4f} to {value.high:.4f}" if found.resampled else ""
+            print(f"  {label:<14} {value.value:10.4f}{interval}")
+    if found.resampled:
+        print(f"\n  95 % intervals from {arguments.resamples} resamples of {found.resampled}")
+    else:
+        print("\n  no intervals: the text fits one window, and there is nothing to resample")
     losses = sorted(d.loss for d in documents if d.tokens)
     if len(losses) > 1:
         middle = losses[len(losses) // 2]
@@ -245,6 +263,8 @@ def _tasks(model: LoadedModel, arguments: argparse.Namespace) -> int:
     from gptframe.interop.lm_eval import run_tasks
 
     names = [name for name in arguments.tasks.split(",") if name]
+    if not names:
+        raise UserError("--tasks is empty: give names separated by commas")
     found = run_tasks(model, names, arguments.tasks_from, arguments.batch_size, arguments.limit)
     if arguments.json:
         sys.stdout.write(json.dumps({"run": arguments.run, "tasks": found}, indent=2, ensure_ascii=False) + "\n")

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from gptframe.arguments import Parser, typed
 from gptframe.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ A text longer than the model's context is seen from its last part on: when the c
 
 def command_line(argv: list[str]) -> int:
     """`gptframe generate RUN --prompt TEXT`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "gptframe generate",
         description="Continue texts with the model of a run directory.",
         epilog=EXAMPLES,
@@ -44,7 +45,7 @@ def command_line(argv: list[str]) -> int:
     how.add_argument(
         "--repetition-penalty", type=float, default=1.0, help="above 1: less of what was there (default 1)"
     )
-    how.add_argument("--seed", type=int, default=0, help="sample i is drawn from seed + i (default 0)")
+    how.add_argument("--seed", type=int, help="sample i is drawn from seed + i (default 0)")
     end = parser.add_argument_group("how much")
     end.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
     end.add_argument("--stop", action="append", default=[], help="end before this text; may be repeated")
@@ -59,6 +60,15 @@ def command_line(argv: list[str]) -> int:
         raise UserError(
             "--interactive goes with --prompt and with how tokens are drawn, not with --json, --ids, --samples"
         )
+    if arguments.interactive and len(arguments.prompt or []) > 1:
+        raise UserError("--interactive begins with one --prompt")
+    if arguments.temperature == 0:  # nothing is drawn
+        idle = typed(arguments, ("top_k", "top_p", "min_p", "seed"))
+        if arguments.samples > 1:
+            idle.append("--samples")
+        if idle:
+            raise UserError(f"--temperature 0 always takes the likeliest token, so that {idle[0]} has no effect")
+    arguments.seed = arguments.seed or 0
     if arguments.prompt and arguments.ids:
         raise UserError("give either --prompt or --ids")
     if any(not text for text in arguments.stop):

@@ -218,6 +218,8 @@ def load(path: str | Path, device: str | None = None, dtype: str | torch.dtype |
     try:
         place = torch.device(device or "cpu")
         torch.empty(0, device=place)
+        if place.type == "meta":  # it has shapes and no values
+            raise RuntimeError
     except (RuntimeError, AssertionError):  # torch without CUDA asserts
         raise UserError(f"--device {device}: there is no such device here") from None
     if isinstance(dtype, str):

@@ -66,6 +66,12 @@ def test_weights_and_moments_come_from_their_places(tmp_path: Path, command) -> 
         assert np.array_equal(moments[name]["exp_avg_sq"].numpy(), second)
     assert command("export", tmp_path / "run", "--format", "andrea", "--to", tmp_path / "back.bin")[0] == 0
     assert (tmp_path / "back.bin").read_bytes() == data
+    (tmp_path / "ordinary").touch()
+    assert (tmp_path / "back.bin").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+    code, _, err = command(
+        "export", tmp_path / "run", "--format", "andrea", "--to", tmp_path / "c.bin", "--shard-size", "1MB"
+    )
+    assert code == 2 and "--shard-size goes with safetensors" in err and not (tmp_path / "c.bin").exists()
 
 
 def test_a_map_of_ones_own(tmp_path: Path, command) -> None:

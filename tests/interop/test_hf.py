@@ -591,8 +591,11 @@ def test_a_plugin_is_refused_by_foreign_formats_and_kept_by_ours(tmp_path: Path,
     code, _, err = command("export", run, "--format", "hf", "--to", tmp_path / "hf")
     assert code == 2 and "model.block=[attention,mine_for_export,mlp]" in err
     assert command("export", run, "--format", "safetensors", "--to", tmp_path / "own")[0] == 0
-    assert command("import", "safetensors", "--from", tmp_path / "own", "--to", tmp_path / "again")[0] == 0
+    arguments = ("import", "safetensors", "--from", tmp_path / "own")
+    assert command(*arguments, "--to", tmp_path / "again", "--name", "other")[0] == 0
+    assert command(*arguments, "--to", tmp_path / "no", "--name", "a/b")[0] == 2 and not (tmp_path / "no").exists()
     again = load(tmp_path / "again").model
+    assert again.cfg.name == "other"
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
 
 

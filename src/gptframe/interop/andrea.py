@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gptframe.config import Config, ModelConfig
 from gptframe.errors import UserError
-from gptframe.interop.rundir import Imported, Run, check_free
+from gptframe.interop.rundir import Imported, Run, check_free, umask
 from gptframe.interop.weights import check_finite
 from gptframe.model import build_model
 
@@ -228,6 +228,7 @@ def write(run: Run, place: Path, order: str | None = None, zero_moments: bool = 
                 for tensors in parts:
                     for entry in entries:
                         handle.write(_joined(tensors, entry))
+            os.chmod(temporary, 0o666 & ~umask())  # mkstemp's files are the user's alone
             if place.is_dir():
                 place.rmdir()
             os.replace(temporary, place)

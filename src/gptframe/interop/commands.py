@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gptframe.arguments import Parser
 from gptframe.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def _format(name: str, known: dict[str, str], option: str) -> str:
 
 def import_command(argv: list[str]) -> int:
     """`gptframe import FORMAT --from SOURCE --to DIR`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "gptframe import",
         description="Read a model of another library into a run directory, for generate, evaluate, trace and training:"
         " gptframe train init_from=DIR data=...",
@@ -103,7 +104,7 @@ def _read(kind: str, arguments: argparse.Namespace) -> Imported:
         if not source.exists():
             raise UserError(f"--from {source}: there is no such file")
         readers: dict[str, Callable[[], Any]] = {
-            "safetensors": lambda: _module("native").read(source),
+            "safetensors": lambda: _module("native").read(source, arguments.name),
             "nanogpt": lambda: _module("nanogpt").read(source, name),
             "andrea": lambda: _module("andrea").read(source, name, arguments.model, arguments.map),
         }
@@ -136,7 +137,7 @@ def _give_tokenizer(found: Imported, file: Path, kind: str) -> None:
 
 def export_command(argv: list[str]) -> int:
     """`gptframe export RUN --format hf|safetensors|andrea --to DIR`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "gptframe export",
         description="Write the model of a run directory for another library.",
         epilog=_listing(EXPORTS),
@@ -147,12 +148,14 @@ def export_command(argv: list[str]) -> int:
     parser.add_argument("--format", required=True, help="see below")
     parser.add_argument("--to", required=True, help="the folder to make; andrea: the file")
     parser.add_argument("--dtype", choices=DTYPES, help="(default: the checkpoint's)")
-    parser.add_argument("--shard-size", default="5GB", help="safetensors: at most this much in one file (default 5GB)")
+    parser.add_argument("--shard-size", help="safetensors: at most this much in one file (default 5GB)")
     parser.add_argument("--map", help="andrea: a YAML file with the order of the tensors")
     parser.add_argument("--zero-moments", action="store_true", help="andrea: write zeros where a run has no moments")
     arguments = parser.parse_args(argv)
     kind = _format(arguments.format, EXPORTS, "--format")
-    shard_bytes = _bytes(arguments.shard_size)
+    if arguments.shard_size is not None and kind == "andrea":
+        raise UserError("--shard-size goes with safetensors: --format andrea is one file")
+    shard_bytes = _bytes(arguments.shard_size or "5GB")
     if kind == "andrea" and arguments.dtype not in (None, "fp32"):
         raise UserError("--format andrea is float32")
     if (arguments.map or arguments.zero_moments) and kind != "andrea":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from gptframe.config import Config
 from gptframe.data.tokenizer import load
 from gptframe.errors import UserError
 from gptframe.interop.rundir import Imported, Run
@@ -25,8 +26,11 @@ def write(run: Run, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -
         shutil.copytree(run.path / TOKENIZER, folder / TOKENIZER)
 
 
-def read(place: Path) -> Imported:
+def read(place: Path, name: str | None = None) -> Imported:
     """Read what `write` wrote.
+
+    Args:
+        name: of the model; None for the one that it has.
 
     Raises:
         UserError: it is something else, or damaged.
@@ -37,6 +41,9 @@ def read(place: Path) -> Imported:
         raise UserError(f"--from {place}: it has no config.yaml, so gptframe did not write it")
     config = directory.read_config(place)
     plugins.load(config.plugins)
+    if name is not None:
+        values = config.to_dict()
+        config = Config.from_dict({**values, "name": name, "model": {**values["model"], "name": name}})
     weights = Weights(place)
     state = {name: weights[name] for name in weights}
     for name, tensor in state.items():

@@ -69,7 +69,7 @@ def write_folder(place: Path, fill: Callable[[Path], None]) -> None:
         raise UserError(f"--to {place}: {error.strerror}") from None
     try:
         fill(temporary)
-        os.chmod(temporary, 0o777 & ~_umask())
+        os.chmod(temporary, 0o777 & ~umask())
         os.replace(temporary, place)
     except OSError as error:
         raise UserError(f"--to {place}: {error.strerror or error}") from None
@@ -77,7 +77,8 @@ def write_folder(place: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _umask() -> int:
+def umask() -> int:
+    """The process's umask, which can only be read by setting it."""
     current = os.umask(0)
     os.umask(current)
     return current
