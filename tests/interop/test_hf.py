@@ -483,6 +483,25 @@ def test_nothing_is_overwritten(made, tmp_path: Path, command) -> None:
     assert (tmp_path / "full" / "mine.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_an_export_that_is_interrupted_leaves_nothing(error, made, tmp_path: Path, command, monkeypatch) -> None:
+    _, _, run = made("gpt2")
+    from gptframe.interop import folders
+
+    write = folders.write_safetensors
+
+    def dies(*arguments) -> None:
+        write(*arguments)  # the weights lie there, and config.json does not yet
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "write_safetensors", dies)
+        code, out, err = command("export", run, "--format", "hf", "--to", tmp_path / "hf")
+    assert (code, out) == (130 if error is KeyboardInterrupt else 2, "") and err.count("\n") <= 2
+    assert not list(tmp_path.iterdir())
+    assert command("export", run, "--format", "hf", "--to", tmp_path / "hf")[0] == 0
+
+
 def test_the_hub_is_asked_only_for_what_is_no_folder(tmp_path: Path, command, monkeypatch) -> None:
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("gptframe.data.hub.reachable", lambda url: False)
