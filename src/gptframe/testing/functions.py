@@ -74,8 +74,7 @@ class _Training:
 
     def __init__(self, s: Subject):
         section = dict(s.section)
-        value, _ = registry.check("optimizer", {"lr": 1e-2, **section}, 1, "optimizer")
-        if "lr" in registry.signature_options(value, 1):
+        if "lr" in registry.signature_options(s.value, 1):
             section.setdefault("lr", 1e-2)
         self.model: GPT = build_model(s.plain)
         self.optimizer: Any = registry.build("optimizer", section, param_groups(self.model), key="optimizer")

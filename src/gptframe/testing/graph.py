@@ -32,9 +32,9 @@ def device(s: Subject) -> str:
         except Exception as error:
             text = str(error)
             if "device" in text or "FakeTensor" in text:
-                failure = raised(error, s, "with weights and input on a GPU, forward", cause)
-                failure.smallest = f"{shape(x)} on a GPU"
-                raise failure from None
+                raise raised(
+                    error, s, "with weights and input on a GPU, forward", cause, f"{shape(x)} on a GPU"
+                ) from None
             raise Skip(f"cannot be rehearsed: {type(error).__name__}") from None
         if y.device.type != "cuda":
             raise Failure(f"input on cuda, output on {y.device.type}", smallest=shape(x), cause=cause)
@@ -126,9 +126,10 @@ def cost(s: Subject) -> str:
             smallest=f"x[4, {n}, {s.dim}]",
             cause="work is done across the batch",
         )
-    if long > 4.5 * max(short, 1) and n >= 8:
+    quadratic = 16 * s.dim  # scores and mix take 4 * width a pair of tokens; four times that is still attention
+    if long - 2 * short > 2 * quadratic * (n // 2) ** 2:
         raise Failure(
-            f"twice as many tokens cost {long / max(short, 1):.1f} times the FLOPs; attention costs 4 times at most",
+            f"twice as many tokens cost {long / max(short, 1):.1f} times the FLOPs: more than attention would add",
             smallest=f"x[1, {n // 2}, {s.dim}] and x[1, {n}, {s.dim}]",
             cause="the whole past is computed again for each token, or products of three positions are formed",
         )

@@ -179,7 +179,7 @@ def _named(failure: Failure, one: Check, subject: Subject) -> Failure:
     return failure
 
 
-def raised(error: Exception, subject: Subject, during: str = "", cause: str = "") -> Failure:
+def raised(error: Exception, subject: Subject, during: str = "", cause: str = "", smallest: str = "") -> Failure:
     """The failure of a part that raised `error`: where is the innermost line of the part's own file."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename == subject.file]
@@ -187,4 +187,4 @@ def raised(error: Exception, subject: Subject, during: str = "", cause: str = ""
     text = (str(error).strip().splitlines() or [""])[0]
     what = f"{during}{' ' if during else ''}raised {type(error).__name__}: {text}"
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return Failure(what, where=where, cause=cause, trace=trace)
+    return Failure(what, where=where, smallest=smallest, cause=cause, trace=trace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 
 import torch
 from torch import Tensor
@@ -31,8 +32,9 @@ def state_dict(s: Subject) -> str:
     try:
         state = torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
         raise Failure(
-            f"the state dict does not load with weights_only=True: {str(error).splitlines()[0]}",
+            f"the state dict does not load with weights_only=True: it holds {found[1] if found else 'an object'}",
             cause="get_extra_state or a hook puts an object in: save tensors and plain containers only",
         ) from None
     fresh = randomized(s.build(seed=1, constructor_seed=1), seed=8)

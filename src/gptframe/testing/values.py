@@ -12,7 +12,7 @@ from torch import Tensor
 from gptframe.errors import UserError
 from gptframe.model.context import Context
 from gptframe.testing.kit import MODEL_KINDS, Failure, Skip, check, raised
-from gptframe.testing.subject import Subject, randomized, run, set_mode, shape
+from gptframe.testing.subject import Harness, Subject, randomized, run, set_mode, shape
 
 EXTREMES = {"zeros": 0.0, "all equal": 3.0, "100 times too large": None}
 
@@ -33,18 +33,16 @@ def contract(s: Subject) -> str:
         raise  # the options or the sizes that a person gave
     except Exception as error:
         raise raised(error, s, "the constructor") from None
+    if s.seat == "attention":
+        _position_contract(s, s.part(harness))
     lengths = sorted({1, 2, 3, s.context})
     for batch, length in [(1, 1), *((2, n) for n in lengths), (3, 2), (1, s.context)]:
         x = s.x(batch, length)
         try:
             y = run(harness, x)
         except Exception as error:
-            failure = raised(error, s, "forward")
-            failure.smallest = shape(x)
-            raise failure from None
+            raise raised(error, s, "forward", smallest=shape(x)) from None
         _expect(y, (batch, length, s.dim), x, "forward")
-    if s.seat == "attention":
-        _position_contract(s, s.part(harness))
     return f"up to {shape(x)}"
 
 
@@ -85,12 +83,15 @@ def _position_contract(s: Subject, position: object) -> None:
                 torch.broadcast_to(bias, (2, heads, n, n))
             except (RuntimeError, AttributeError, TypeError):
                 got = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
-                raise Failure(f"score_bias gave {got} where [H, T, S] = {[heads, n, n]} is wanted") from None
+                raise Failure(
+                    f"score_bias gave {got} where [H, T, S] = {[heads, n, n]} is wanted",
+                    cause="heads come first: one bias for each query and key of each head",
+                ) from None
 
 
 def difference(a: Tensor, b: Tensor) -> float:
     """RMS of a - b against the RMS of b; infinite where one of them is not finite."""
-    a, b = a.double(), b.double()
+    a, b = a.detach().double(), b.detach().double()
     if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
         return float("inf")
     return float((a - b).square().mean().sqrt() / b.square().mean().sqrt().clamp(min=1e-6))
@@ -100,32 +101,38 @@ def difference(a: Tensor, b: Tensor) -> float:
 def dtype(s: Subject) -> str:
     """float32, float64 and bfloat16 in give the same dtype out, and about the same values"""
     harness = randomized(s.build()).eval()
-    x = s.x(2, s.context, dtype=torch.bfloat16)  # numbers that every dtype holds
     with torch.no_grad():
         for parameter in harness.parameters():
             parameter.copy_(parameter.bfloat16())
-        reference = run(harness, x.float())
-        # one module throughout, since a model is moved between dtypes with all that it has cached by then
-        for kind, bound in ((torch.float64, 1e-4), (torch.bfloat16, 0.1), (torch.float32, 1e-5)):
-            harness.to(kind)
-            given = x.to(kind)
-            y = run(harness, given)
-            if y.dtype != kind:
-                raise Failure(
-                    f"{kind} in, {y.dtype} out",
-                    smallest=f"{shape(x)} {kind}",
-                    cause="a constant or buffer of another dtype promotes the result: build it with dtype=x.dtype, "
-                    "or return y.to(x.dtype)",
-                )
-            off = difference(y, reference)
-            if off > bound:
-                raise Failure(
-                    f"in {kind} the values differ from float32 by {off:.2g} (at most {bound:g})",
-                    smallest=f"{shape(x)} {kind}",
-                    cause="a large sum, a mask value or an eps that this dtype does not hold: do that step in "
-                    "torch.promote_types(x.dtype, torch.float32)",
-                )
+        for x in (s.x(1, 1, dtype=torch.bfloat16), s.x(2, s.context, dtype=torch.bfloat16)):  # what every dtype holds
+            _in_each_dtype(s, harness, x)
     return "bf16 within 10 % of fp32"
+
+
+def _in_each_dtype(s: Subject, harness: Harness, x: Tensor) -> None:
+    reference = run(harness, x.float())
+    # one module throughout, since a model is moved between dtypes with all that it has cached by then
+    for kind, bound in ((torch.float64, 1e-4), (torch.bfloat16, 0.1), (torch.float32, 1e-5)):
+        try:
+            y = run(harness.to(kind), x.to(kind))
+        except RuntimeError as error:
+            cause = "a tensor of a fixed dtype meets x: build it with dtype=x.dtype, or cast it with .to(x.dtype)"
+            raise raised(error, s, f"in {kind}", cause, f"{shape(x)} {kind}") from None
+        if y.dtype != kind:
+            raise Failure(
+                f"{kind} in, {y.dtype} out",
+                smallest=f"{shape(x)} {kind}",
+                cause="a constant or buffer of another dtype promotes the result: build it with dtype=x.dtype, "
+                "or return y.to(x.dtype)",
+            )
+        off = difference(y, reference)
+        if off > bound:
+            raise Failure(
+                f"in {kind} the values differ from float32 by {off:.2g} (at most {bound:g})",
+                smallest=f"{shape(x)} {kind}",
+                cause="a large sum, a mask value or an eps that this dtype does not hold: do that step in "
+                "torch.promote_types(x.dtype, torch.float32)",
+            )
 
 
 @check(*MODEL_KINDS)
@@ -134,11 +141,15 @@ def autocast(s: Subject) -> str:
     harness = randomized(s.build()).eval()
     x = s.x(2, s.context)
     reference = run(harness, x).detach()
+    mixed = "products come out in bfloat16 there and meet float32: cast one to the other, as in y.to(x.dtype)"
     for given in (torch.float32, torch.bfloat16):
         leaf = x.to(given).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a norm takes its slower kernel for mixed dtypes
-            y = run(harness, leaf)
+            try:
+                y = run(harness, leaf)
+            except RuntimeError as error:
+                raise raised(error, s, "under autocast", mixed, f"{shape(x)} {given}") from None
         if y.dtype not in (torch.float32, torch.bfloat16):
             raise Failure(f"under autocast {given} in gives {y.dtype} out", smallest=shape(x))
         off = difference(y.detach(), reference)
