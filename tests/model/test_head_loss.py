@@ -151,3 +151,11 @@ def test_second_derivatives_are_refused():
     (first,) = torch.autograd.grad(head_cross_entropy(x, weight, targets).square(), x, create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(first.sum(), x)
+
+
+def test_shapes_alone_on_the_meta_device():
+    with torch.device("meta"):
+        x, weight = torch.empty(2, 3, 8, requires_grad=True), torch.empty(16, 8, requires_grad=True)
+        loss = head_cross_entropy(x, weight, torch.zeros(2, 3, dtype=torch.long))
+        loss.backward()
+    assert loss.shape == () and x.grad.shape == x.shape and weight.grad.shape == weight.shape

@@ -27,11 +27,9 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: floa
     Returns:
         A scalar in float32 (float64 for float64 inputs).
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    if (
-        not torch.is_grad_enabled()
-    ):  # inside an autograd.Function one cannot see this, and gradients cost twice the loss
+    if not torch.is_grad_enabled():  # an autograd.Function cannot see this, and gradients cost twice the loss
         x, weight = x.detach(), weight.detach()
     return _HeadCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), softcap)
 
