@@ -156,8 +156,12 @@ def _quiet():
     """The harness logs and draws bars; what it finds is printed once, by us."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
+    errors = os.dup(2)
     try:
         with open(os.devnull, "w", encoding="utf-8") as nothing, contextlib.redirect_stderr(nothing):
+            os.dup2(nothing.fileno(), 2)  # it asks git for a revision, which complains by itself
             yield
     finally:
+        os.dup2(errors, 2)
+        os.close(errors)
         logging.disable(before)
