@@ -372,3 +372,10 @@ def doctor(argv: list[str]) -> int:
     from gptframe.inspect import commands
 
     return commands.doctor(argv, _configure)
+
+
+@command("plugins", "what is registered; write a new plugin; check one")
+def plugins_command(argv: list[str]) -> int:
+    from gptframe.plugins_command import command_line
+
+    return command_line(argv)

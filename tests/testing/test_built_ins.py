@@ -26,14 +26,6 @@ BUILT_IN = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("part", BUILT_IN)
 def test_built_in(part):
     report = conformance(*part.split("/"))

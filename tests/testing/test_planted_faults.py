@@ -7,21 +7,12 @@ from pathlib import Path
 
 import planted_faults
 import pytest
-import torch
 
 from gptframe.errors import UserError
 from gptframe.testing import checks_of, conformance
 
 MODEL_KINDS = ("sublayer", "norm", "activation", "position")
 DOCS = Path(__file__).parents[2] / "docs" / "plugins.md"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def path(cls: type) -> str:

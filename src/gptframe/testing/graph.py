@@ -143,7 +143,7 @@ def cost(s: Subject) -> str:
             cause="the same products are made many times over",
         )
     ratio = f"{per_token / (2 * matrices):.2g}x an MLP of the same size" if matrices else "no matrices"
-    return f"{per_token:,.0f} FLOPs a token, {ratio}; time {_times_mlp(s, harness, matrices):.2g}x"
+    return f"{per_token:,.0f} FLOPs a token, {ratio}; time {_times_mlp(s, harness, matrices):.1f}x"
 
 
 def _times_mlp(s: Subject, harness: Harness, matrices: int) -> float:
