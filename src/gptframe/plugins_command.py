@@ -334,15 +334,20 @@ def _print_report(report: Report) -> None:
 
     from gptframe.inspect.show import show
 
+    here = f"{Path.cwd()}/"
     lines = [f"[bold]{report.kind} {escape(report.name)}[/]  {escape(_short(report.origin))}"]
     lines += [f"  [green]ok[/]    {name:<17}{escape(text)}".rstrip() for name, text in report.passed.items()]
     lines += [f"  [dim]--    {name:<17}{escape(text)}[/]" for name, text in report.skipped.items()]
     for failure in report.failures:
         lines.append(f"  [red]FAIL[/]  [bold]{failure.check:<17}[/]{escape(failure.what)}")
-        for label, text in (("where", failure.where), ("smallest", failure.smallest), ("likely", failure.cause)):
+        for label, text in (
+            ("where", failure.where.replace(here, "")),
+            ("smallest", failure.smallest),
+            ("likely", failure.cause),
+        ):
             if text:
                 lines.append(f"          {label:<10}{escape(text)}")
-    counts = [f"{len(report.passed)} checks passed"]
+    counts = [f"{len(report.passed)} check{'s' if len(report.passed) != 1 else ''} passed"]
     counts += [f"{len(report.skipped)} do not apply"] if report.skipped else []
     counts += [f"{len(report.failures)} failed"] if report.failures else []
     counts += [f"{len(report.not_run)} not run"] if report.not_run else []
