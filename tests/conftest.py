@@ -28,5 +28,5 @@ def fresh_registry(registry_put_back):
     modules = set(sys.modules)
     yield registry
     for name in set(sys.modules) - modules:
-        if not name.startswith(("gptframe.", "torch", "numpy")):
+        if not name.startswith(("gptframe.", "torch", "triton", "numpy")):
             del sys.modules[name]

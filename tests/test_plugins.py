@@ -297,3 +297,41 @@ def test_a_plugin_finds_the_helper_beside_it_and_a_path_finds_the_current_folder
     assert "beside" in fresh_registry.names("activation")
     monkeypatch.chdir(tmp_path)
     assert fresh_registry.lookup("tokenizer", "plugin_helper_beside:NAME") == "beside"
+
+
+@pytest.mark.parametrize(
+    "kind,name,broken,message",
+    [
+        ("activation", "cube", "return None", "returned NoneType for an input of [1, 2, 64]: they must be equal"),
+        ("activation", "cube", "return x[..., 1:]", "returned [1, 2, 63] for an input of [1, 2, 64]"),
+        ("norm", "halve", "return None", "returned NoneType for an input of [1, 2, 16]: they must be equal"),
+        ("norm", "halve", "return x.mean(-1)", "returned [1, 2] for an input of [1, 2, 16]"),
+    ],
+)
+def test_a_part_that_returns_something_else_is_named(fresh_registry, tmp_path, kind, name, broken, message):
+    right = {"cube": "return x**3", "halve": "return x / self.by"}[name]
+    file = write(tmp_path, "breaks_its_contract.py", PLUGIN.replace(right, broken))
+    plugins.load([str(file)])
+    with pytest.raises(UserError) as refusal:
+        model_of_plugins()(torch.zeros(1, 2, dtype=torch.long))
+    line = PLUGIN.splitlines().index(f'@register("{kind}", "{name}")') + 1
+    assert str(refusal.value).startswith(f"{kind} {name!r} ({file}:{line}) {message}")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "kind,value,arguments,got",
+    [
+        ("schedule", lambda step, total: None, (0, 10), "None"),
+        ("schedule", lambda step, total: float("nan"), (0, 10), "nan"),
+        ("init", lambda role, shape, cfg: "0.02", ("matrix", (2, 2), None), "'0.02'"),
+        ("optimizer", lambda groups: None, ([],), "None"),
+        ("corpus", lambda: object(), (), "object"),
+    ],
+)
+def test_a_function_that_gives_something_else_is_named(kind, value, arguments, got):
+    registry.register(kind, "odd")(value)
+    with pytest.raises(UserError) as refusal:
+        registry.build(kind, {"name": "odd"}, *arguments)
+    assert f"{kind} 'odd' ({__file__}:" in str(refusal.value)
+    assert f"gave {got}, which breaks its contract: {registry.KINDS[kind][0]}" in str(refusal.value)

@@ -292,4 +292,32 @@ def build(kind: str, section: Mapping[str, Any], *args: Any, key: str = "") -> A
     constructor stays what it is: a bug, with its own file and line.
     """
     value, options = check(kind, section, len(args), key)
-    return value(*args, **options)
+    built = value(*args, **options)
+    if kind in RESULTS and not RESULTS[kind](built):
+        found = entry(kind, section["name"])
+        raise UserError(
+            f"{kind} {section['name']!r} ({found.origin}) gave {_words(built)}, which breaks its contract: "
+            f"{KINDS[kind][0]}"
+        )
+    return built
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+def _has(value: Any, *methods: str) -> bool:
+    return all(callable(getattr(value, method, None)) for method in methods)
+
+
+# What `build` must get, for kinds whose use would fail far from the cause. Modules are checked where they run.
+RESULTS: dict[str, Callable[[Any], bool]] = {
+    "schedule": _is_number,
+    "init": _is_number,
+    "optimizer": lambda value: _has(value, "step", "zero_grad", "state_dict"),
+    "corpus": lambda value: _has(value, "fingerprint") and (_has(value, "documents") or _has(value, "stores")),
+}
+
+
+def _words(value: Any) -> str:
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__

@@ -22,24 +22,26 @@ class Sublayer(nn.Module):
         self.out = seat(seats.out, cfg)
         self.post = seat(seats.post, cfg)
         self.dropout = nn.Dropout(cfg.dropout) if cfg.dropout else nn.Identity()
-        self.name, self.residual_scale = name, residual_scale
+        self.name, self.norm_name, self.residual_scale = name, str(cfg.norm["name"]), residual_scale
 
     def delta(self, x: Tensor, ctx: Context) -> Tensor:
         """What the sublayer adds to the stream: [B,T,D] -> [B,T,D]."""
-        delta = self.core(self.pre(x), ctx)
-        if not isinstance(delta, Tensor) or delta.shape != x.shape:
-            self._refuse(delta, x)
-        return self.dropout(self.out(delta))
+        delta = self._kept("sublayer", self.name, self.core(self._normed(self.pre, x), ctx), x)
+        return self.dropout(self._normed(self.out, delta))
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        return self.post(torch.add(self.delta(x, ctx), x, alpha=self.residual_scale))
+        return self._normed(self.post, torch.add(self.delta(x, ctx), x, alpha=self.residual_scale))
 
-    def _refuse(self, delta: object, x: Tensor) -> None:
-        got = list(delta.shape) if isinstance(delta, Tensor) else type(delta).__name__
-        where = self.name if ":" in self.name else entry("sublayer", self.name).origin
-        raise UserError(
-            f"sublayer {self.name!r} ({where}) returned {got} for an input of {list(x.shape)}: they must be equal"
-        )
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return self._kept("norm", self.norm_name, norm(x), x)
+
+    def _kept(self, kind: str, name: str, y: object, x: Tensor) -> Tensor:
+        """`y`, which must have the shape of `x`."""
+        if isinstance(y, Tensor) and y.shape == x.shape:
+            return y
+        got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        where = name if ":" in name else entry(kind, name).origin
+        raise UserError(f"{kind} {name!r} ({where}) returned {got} for an input of {list(x.shape)}: they must be equal")
 
 
 class Block(nn.Module):

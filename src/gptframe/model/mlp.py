@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptframe.config import ModelConfig
+from gptframe.errors import UserError
 from gptframe.model.init import with_role
-from gptframe.registry import build, register
+from gptframe.registry import build, entry, register
 
 
 @register("sublayer", "mlp")
@@ -22,6 +23,7 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer: int, bias: bool = True):
         super().__init__()
+        self.activation_name = str(cfg.activation["name"])
         self.activation = build("activation", cfg.activation, key="model.activation")
         self.up = with_role(nn.Linear(cfg.d_model, cfg.hidden, bias=bias), "hidden")
         gated = getattr(self.activation, "inputs", 1) == 2
@@ -42,4 +44,14 @@ class MLP(nn.Module):
             h = self.activation(self.up(x))  # [B, T, hidden]
         else:
             h = self.activation(self.up(x), self.gate(x))
+        if not isinstance(h, Tensor) or h.shape != (*x.shape[:-1], self.down.in_features):
+            self._refuse(h, x)
         return self.down(h)
+
+    def _refuse(self, h: object, x: Tensor) -> None:
+        got = list(h.shape) if isinstance(h, Tensor) else type(h).__name__
+        wanted = [*x.shape[:-1], self.down.in_features]
+        raise UserError(
+            f"activation {self.activation_name!r} ({entry('activation', self.activation_name).origin}) returned {got} "
+            f"for an input of {wanted}: they must be equal"
+        )
