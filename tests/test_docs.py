@@ -35,7 +35,7 @@ def test_every_command_is_one(page, line, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     command, *arguments = words(line)
     assert command in cli.COMMANDS
-    if command not in COMPOSING:
+    if command not in COMPOSING or "--config-dir" in arguments:  # options that `plugins new` has written
         return
     overrides = [a for a in arguments if re.match(r"^\+?[\w./@]+=", a) and not a.startswith(("resume=", "init_from="))]
     if "-m" in arguments:  # a grid composes in its first values
