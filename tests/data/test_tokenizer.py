@@ -173,7 +173,7 @@ def test_bpe_is_deterministic_and_cached(tmp_path):
         ({"name": "char"}, 10, "more than model.vocab_size=10"),
         ({"name": "none"}, 10, "tokenizer=none needs data that is tokens already"),
         ({"name": "hf_file"}, 10, "tokenizer.path is missing"),
-        ({"name": "hf_file", "path": "/nowhere/t.json"}, 10, "there is no /nowhere/t.json"),
+        ({"name": "hf_file", "path": "/nowhere/t.json"}, 10, "there is no file /nowhere/t.json"),
         ({"name": "byt"}, 10, "Did you mean 'byte'"),
     ],
 )
