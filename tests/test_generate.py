@@ -515,6 +515,8 @@ def test_ctrl_c_and_a_closed_pipe(tmp_path: Path) -> None:
     ]
     start += ["--max-new-tokens", "100000000", "--prompt", "a", "--temperature", "0"]
     settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    # Where the tests run in the background, their shell has told them to ignore SIGINT.
+    settings["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     interrupted, closed = (subprocess.Popen(start, **settings) for _ in range(2))
     for process in (interrupted, closed):
         assert len(process.stdout.read(50)) == 50  # it streams while it runs
