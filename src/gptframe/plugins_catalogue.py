@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gptframe.errors import UserError
-from gptframe.registry import KINDS
+from gptframe.registry import KINDS, importing_from
 
 # Parameters that the framework passes itself, before the options.
 POSITIONAL = {"sublayer": 2, "norm": 1, "position": 1, "init": 3, "optimizer": 1, "schedule": 2, "tokenizer": 1}
@@ -90,7 +90,8 @@ def _of_module(module: str) -> Iterator[Path]:
     """The source of a module, found without importing it; of a package, all its modules of one level."""
     package, *rest = module.split(".")
     try:
-        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+        with importing_from(Path.cwd()):
+            spec = importlib.util.find_spec(package) if package.isidentifier() else None
     except (ImportError, ValueError):
         spec = None
     for folder in (spec.submodule_search_locations or []) if spec else []:

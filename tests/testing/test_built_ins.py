@@ -45,15 +45,13 @@ def test_example(file):
 
 OTHERS = [
     ("attention", {"n_kv_heads": 2, "window": 3, "qk_norm": "head", "softcap": 5.0, "bias": True}),
-    ("attention", {"n_kv_heads": 1, "qk_norm": "full", "head_dim": 8}),
+    ("attention", {"n_kv_heads": 1, "qk_norm": "full"}),
     ("mlp", {"bias": False}),
 ]
 
 
 @pytest.mark.parametrize("name,options", OTHERS)
 def test_built_in_with_other_options(name, options):
-    if "head_dim" in options:
-        options = {k: v for k, v in options.items() if k != "head_dim"}
     report = conformance("sublayer", name, options)
     assert report.ok, "\n".join(f"{f}\n{f.trace}" for f in report.failures)
 
@@ -102,6 +100,10 @@ def _deaf(groups):
     return Deaf(groups, lr=0.5)
 
 
+def _none(groups):
+    return None
+
+
 def _decays_all(groups, lr: float):
     return torch.optim.AdamW([{**group, "weight_decay": 0.5} for group in groups], lr=lr)
 
@@ -137,6 +139,7 @@ class _Once:
 FAULTS = [
     ("schedule", _zero, "contract", "the multiplier is NoneType"),
     ("schedule", _restless, "pure", "asked again"),
+    ("optimizer", _none, "contract", "NoneType is no torch.optim.Optimizer"),
     ("init", _huge, "contract", "the standard deviation is inf"),
     ("optimizer", _deaf, "learning_rate", "with lr 0 in every group"),
     ("optimizer", _decays_all, "decay", "moves where its gradient is 0"),

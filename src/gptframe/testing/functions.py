@@ -21,6 +21,13 @@ ROLES = ("embedding", "head", "matrix", "value", "hidden", "residual")
 TOTALS = (1, 2, 10, 1000)
 
 
+def _call(s: Subject, *arguments: Any, **more: Any) -> Any:
+    """What the function or class gives, unjudged: `registry.build` refuses a broken result before it can be told."""
+    key = {"corpus": "data", "init": "model.init"}.get(s.kind, s.kind)
+    value, options = registry.check(s.kind, {**s.section, **more}, len(arguments), key)
+    return value(*arguments, **options)
+
+
 def _number(value: object, least: float, what: str, smallest: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         cause = "a return is missing" if value is None else "return a Python number"
@@ -36,7 +43,7 @@ def schedule_contract(s: Subject) -> str:
     for total in TOTALS:
         values = []
         for step in range(total + 1):
-            value = registry.build("schedule", s.section, step, total, key="schedule")
+            value = _call(s, step, total)
             values.append(_number(value, 0.0, "the multiplier", f"step={step}, total_steps={total}"))
         if not any(values):
             raise Failure("the multiplier is 0 at every step", smallest=f"total_steps={total}")
@@ -47,8 +54,8 @@ def schedule_contract(s: Subject) -> str:
 def pure(s: Subject) -> str:
     """depends on the step and the length alone, so that a resumed run goes on where it stopped"""
     steps = list(range(11))
-    forth = [registry.build("schedule", s.section, n, 10, key="schedule") for n in steps]
-    back = [registry.build("schedule", s.section, n, 10, key="schedule") for n in reversed(steps)][::-1]
+    forth = [_call(s, n, 10) for n in steps]
+    back = [_call(s, n, 10) for n in reversed(steps)][::-1]
     for n, a, b in zip(steps, forth, back, strict=True):
         if a != b:
             raise Failure(
@@ -63,7 +70,7 @@ def pure(s: Subject) -> str:
 def init_contract(s: Subject) -> str:
     """gives a standard deviation greater than 0 for every role"""
     for role, size in itertools.product(ROLES, ((8, 8), (64, 16))):
-        value = registry.build("init", s.section, role, size, s.cfg, key="model.init")
+        value = _call(s, role, size, s.cfg)
         if _number(value, 0.0, "the standard deviation", f"role={role!r}, shape={size}") == 0:
             raise Failure("the standard deviation is 0", smallest=f"role={role!r}, shape={size}")
     return f"{len(ROLES)} roles"
@@ -73,11 +80,9 @@ class _Training:
     """A small model, its optimiser and one batch."""
 
     def __init__(self, s: Subject):
-        section = dict(s.section)
-        if "lr" in registry.signature_options(s.value, 1):
-            section.setdefault("lr", 1e-2)
+        rate = {} if "lr" in s.options or "lr" not in registry.signature_options(s.value, 1) else {"lr": 1e-2}
         self.model: GPT = build_model(s.plain)
-        self.optimizer: Any = registry.build("optimizer", section, param_groups(self.model), key="optimizer")
+        self.optimizer: Any = _call(s, param_groups(self.model), **rate)
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(0, s.plain.vocab_size or 1, (4, s.context), generator=generator)
 
@@ -234,7 +239,7 @@ def reloads(s: Subject) -> str:
 @check("corpus", name="contract")
 def corpus_contract(s: Subject) -> str:
     """gives the documents of train and val as text, the same each time, and a fingerprint"""
-    corpus = registry.build("corpus", s.section, key="data")
+    corpus = _call(s)
     for method in ("documents", "fingerprint"):
         if not callable(getattr(corpus, method, None)):
             raise Failure(f"it has no method {method}", cause="see Corpus in gptframe/data/documents.py")
