@@ -144,6 +144,15 @@ def test_the_command_before_and_after_training(capsys, tmp_path) -> None:
     assert code == 0 and "mini at the initialisation" in out and "mlp / stream" in out and "\x1b" not in out
 
 
+def test_a_run_directory_is_refused_and_not_ignored(capsys, tmp_path) -> None:
+    from gptframe.config import Config
+    from gptframe.training.directory import write_yaml
+
+    write_yaml(tmp_path / "config.yaml", Config().to_dict())
+    code, out, err = run(capsys, str(tmp_path))
+    assert code == 2 and out == "" and "fresh initialisation" in err
+
+
 @pytest.mark.parametrize("arguments", [["--steps", "-1"], ["--seeds", "0"], ["model.d_modle=2"], ["data.name=nothing"]])
 def test_what_is_wrong_is_said_in_a_line(capsys, arguments: list[str]) -> None:
     code, out, err = run(capsys, *arguments)

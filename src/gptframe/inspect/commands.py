@@ -164,10 +164,14 @@ def probe(argv: list[str], configure: Configure) -> int:
             raise UserError(f"--{option} {getattr(arguments, option)} must be at least {least}")
     plot = _writable(arguments.plot, "--plot")
     config, run = read_source(arguments, configure)
+    if run is not None:
+        raise UserError(
+            f"{run}: probe starts from a fresh initialisation, with overrides; trace looks at trained weights"
+        )
 
     from gptframe.inspect import probe_command
 
-    return probe_command.run(config, run, arguments, plot)
+    return probe_command.run(config, arguments, plot)
 
 
 def doctor(argv: list[str], configure: Configure) -> int:

@@ -15,7 +15,7 @@ from gptframe.inspect.probe import Batch, probe
 from gptframe.inspect.source import Source, check_room, with_vocabulary
 
 
-def run(config: Config, directory: Path | None, arguments: argparse.Namespace, plot: Path | None) -> int:
+def run(config: Config, arguments: argparse.Namespace, plot: Path | None) -> int:
     """Probe, print, and write the plot asked for."""
     if arguments.random:
         config = with_vocabulary(Source(config, directory))
