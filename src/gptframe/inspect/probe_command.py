@@ -18,7 +18,7 @@ from gptframe.inspect.source import Source, check_room, with_vocabulary
 def run(config: Config, arguments: argparse.Namespace, plot: Path | None) -> int:
     """Probe, print, and write the plot asked for."""
     if arguments.random:
-        config = with_vocabulary(Source(config, directory))
+        config = with_vocabulary(Source(config))
         batches = _random(config)
     else:
         config, batches = _of_corpus(config)
