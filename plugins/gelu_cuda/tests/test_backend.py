@@ -74,12 +74,24 @@ def test_builds_once_and_keeps_the_build(tmp_path, quick):
     assert log.read_text() == "built\n"  # three processes at once, one build
     assert python(tmp_path, USE, CXX=cxx)[0] == 0 and log.read_text() == "built\n"
     left = sorted(p.name for p in (tmp_path / "cache/gelu_cuda").iterdir())
-    assert len(left) == 2 and left[0].endswith(".lock") and left[1].endswith(".so"), left
+    assert [name.rpartition(".")[2] for name in left] == ["lock", "sha256", "so"], left
     # Another source makes another key.
     source = tmp_path / "site" / SRC.name / "csrc/gelu_math.h"
     source.write_text(source.read_text() + "\n")
     python(tmp_path, USE, CXX=compiler(tmp_path, f"echo again >> {log}\nexit 1"))
     assert log.read_text() == "built\nagain\n"
+
+
+def test_a_truncated_library_is_built_again(tmp_path, quick):
+    """Opened as it is, it would end the process with SIGBUS."""
+    log = tmp_path / "log"
+    cxx = compiler(tmp_path, f"echo built >> {log}\n{quick}")
+    assert python(tmp_path, USE, CXX=cxx)[0] == 0
+    (library,) = (tmp_path / "cache/gelu_cuda").glob("gelu_cpu-*.so")
+    os.truncate(library, library.stat().st_size // 2)
+    code, said = python(tmp_path, USE, CXX=cxx)
+    assert code == 0 and "0.8411" in said and "built at first use" in said, said
+    assert log.read_text() == "built\nbuilt\n"
 
 
 def test_a_killed_build_leaves_neither_lock_nor_half_a_library(tmp_path, quick):

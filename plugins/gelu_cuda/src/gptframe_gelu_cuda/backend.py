@@ -161,6 +161,18 @@ def _open(path: Path) -> str | None:
     return None
 
 
+def _digest_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _whole(path: Path) -> bool:
+    """Whether a library is as it was built: the loader answers a truncated one with SIGBUS, not with an error."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() == _digest_file(path).read_text()
+    except (OSError, ValueError):
+        return False
+
+
 def _built(kind: str, capability: tuple[int, int] | None = None) -> Path:
     """Build a library into the cache, or find it there.
 
@@ -190,16 +202,18 @@ def _built(kind: str, capability: tuple[int, int] | None = None) -> Path:
         key = _key(compiler, command(Path("out")))
         cache = cache_folder()
         path = cache / f"gelu_{kind}-{key}.so"
-        if path.is_file():
+        if _whole(path):
             return path
         with _locked(cache / f"gelu_{kind}-{key}.lock"):
-            if not path.is_file():  # another process may have built it while this one waited
+            if not _whole(path):  # another process may have built it while this one waited
                 for stale in cache.glob(f".{path.name}.*"):
                     stale.unlink(missing_ok=True)  # of a builder that was killed: it no longer holds the lock
                 temporary = cache / f".{path.name}.{os.getpid()}"
                 log.warning("gelu_cuda: building the %s kernels once, into %s", kind, cache)
                 toolchain.run(command(temporary))
+                digest = hashlib.sha256(temporary.read_bytes()).hexdigest()
                 os.replace(temporary, path)
+                _digest_file(path).write_text(digest)
         return path
     except toolchain.CompileError as error:
         raise BackendError(f"the {kind} kernels cannot be built: {error}") from None
