@@ -53,8 +53,8 @@ def fields(cls: Any) -> Iterator[tuple[str, str, str, str]]:
     meaning: dict[str, str] = {}
     for node, following in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            said = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            meaning[node.target.id] = " ".join(str(following.value.value).split()) if said else ""  # type: ignore
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                meaning[node.target.id] = " ".join(str(following.value.value).split())
     for field in dataclasses.fields(cls):
         if field.name == "sublayers" or (field.default_factory is not dataclasses.MISSING and field.name == "samples"):
             continue

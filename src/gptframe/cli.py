@@ -102,7 +102,6 @@ def train(argv: list[str]) -> int:
         if outcomes[-1] > 128:  # a signal ends the sweep, not one job of it
             raise SystemExit(outcomes[-1])
 
-    # argparse takes positional arguments in one piece only: `a=1 -m b=2` must become `-m a=1 b=2`.
     folders = [b for a, b in zip(argv, argv[1:], strict=False) if a in ("--config-dir", "-cd")]
     folders += [a.partition("=")[2] for a in argv if a.startswith("--config-dir=")]
     groups = compose.all_groups([Path(f).expanduser() for f in folders])
@@ -111,6 +110,7 @@ def train(argv: list[str]) -> int:
         return 0
     if "--quiet" in argv:
         argv = [*(a for a in argv if a != "--quiet"), "callbacks.progress=none", "callbacks.summary=false"]
+    # argparse takes positional arguments in one piece only: `a=1 -m b=2` must become `-m a=1 b=2`.
     overrides = [a for a in argv if not a.startswith("-") and ("=" in a or a.startswith("~"))]
     options = [a for a in argv if a not in overrides]
     compose.check_typed(overrides)

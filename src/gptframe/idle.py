@@ -5,7 +5,7 @@ Only what a person typed is refused. Presets and defaults may hold options of pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,24 +140,19 @@ def refuse(config: Config, overrides: Sequence[str]) -> None:
     Raises:
         UserError: an override has no effect.
     """
+    from gptframe import compose
+
+    groups = compose.groups()
     for override in overrides:
-        leaves = list(_leaves(override))
+        key, _, option = override.lstrip("+").partition("=")
+        if key not in groups:
+            leaves = [key]
+        else:
+            leaves = compose.keys_of_option(key, option) if option in groups[key] else []
         for rule in RULES:
             idle = [leaf for leaf in leaves if any(leaf == k or leaf.startswith(f"{k}.") for k in rule.keys)]
             if leaves and len(idle) == len(leaves) and _says_something(config, leaves) and rule.when(config):
                 raise UserError(f"{override} has no effect: {rule.why.format(c=config)}")
-
-
-def _leaves(override: str) -> Iterator[str]:
-    """The keys of the config that an override sets."""
-    from gptframe import compose
-
-    key, _, option = override.lstrip("+").partition("=")
-    known = compose.groups()
-    if key not in known:
-        yield key
-    elif option in known[key]:
-        yield from compose.keys_of_option(key, option)
 
 
 def _says_something(config: Config, leaves: Sequence[str]) -> bool:

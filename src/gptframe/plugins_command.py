@@ -8,8 +8,9 @@ import keyword
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from gptframe.arguments import Parser
 from gptframe.errors import UserError, nearest
 from gptframe.plugins_catalogue import Listing, catalogue
 from gptframe.registry import KINDS
@@ -23,11 +24,6 @@ ACTIONS = {
     "new": "write a small working plugin, its test and its config option",
     "check": "try every promise of a part's contract",
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. {self.prog} --help says more")
 
 
 def command_line(argv: list[str]) -> int:
@@ -45,7 +41,7 @@ def command_line(argv: list[str]) -> int:
 
 
 def _parser(action: str) -> argparse.ArgumentParser:
-    return _Parser(f"gptframe plugins {action}", description=f"{ACTIONS[action].capitalize()}.", allow_abbrev=False)
+    return Parser(f"gptframe plugins {action}", description=f"{ACTIONS[action].capitalize()}.", allow_abbrev=False)
 
 
 def _plugins(overrides: Sequence[str]) -> list[str]:

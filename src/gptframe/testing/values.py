@@ -242,7 +242,7 @@ def in_place(s: Subject) -> str:
     return ""
 
 
-def _global_state() -> dict[str, object]:
+def _global_state() -> dict[str, Any]:
     return {
         "torch's seed": torch.initial_seed(),
         "the default dtype": torch.get_default_dtype(),
@@ -291,14 +291,14 @@ def global_state(s: Subject) -> str:
     return ""
 
 
-def _put_back(state: dict[str, object]) -> None:
-    torch.set_default_dtype(state["the default dtype"])  # type: ignore[arg-type]
+def _put_back(state: dict[str, Any]) -> None:
+    torch.set_default_dtype(state["the default dtype"])
     torch.set_grad_enabled(bool(state["gradient recording"]))
-    torch.set_num_threads(int(state["the number of threads"]))  # type: ignore[call-overload]
+    torch.set_num_threads(state["the number of threads"])
     torch.use_deterministic_algorithms(bool(state["deterministic mode"]))
     torch.set_autocast_enabled("cpu", bool(state["autocast"]))
     torch.set_float32_matmul_precision(str(state["the matmul precision"]))
-    random.setstate(state["Python's random state"])  # type: ignore[arg-type]
+    random.setstate(state["Python's random state"])
 
 
 @check("activation")
