@@ -52,8 +52,9 @@ class ModelConfig:
     `3*[conv,mlp]+1*[attention,mlp]`; it is repeated, and becomes `block` and `layers` when it is read."""
     layers: dict[int, list[Any]] = field(default_factory=dict)
     """`block` for single layers: `{3: [attention]}`; layers count from 0."""
-    topology: str = "sequential"
-    """`sequential`, or `parallel`: all sublayers of a block read the same stream (GPT-J, GPT-NeoX, PaLM)."""
+    topology: str | Section = "sequential"
+    """How a block joins its sublayers: `sequential`, or `parallel`, where all read the same stream (GPT-J, GPT-NeoX,
+    PaLM), or a plugin's, with options as `{name: ..., option: ...}`."""
     residual_scale: float | None = None
     """Factor of the stream at each addition; null takes the norm placement's, 0 removes the residual connections."""
     embedding_scale: float = 1.0
@@ -64,6 +65,10 @@ class ModelConfig:
     """Probability, at the embedding, the attention pattern and each sublayer's delta."""
     logit_softcap: float | None = None
     """c in c * tanh(logits / c) (Gemma 2, 2024); null for none."""
+    head: Section = _section("linear")
+    """From the normalised stream to logits and loss."""
+    transforms: dict[str, Section] = field(default_factory=dict)
+    """What is done to the model once it is built, in order, by name: `{lora: {rank: 8}}`."""
     init: Section = _section("normal", std=0.02)
     norm_placement: Section = _section("pre")
     norm: Section = _section("layernorm")
@@ -73,6 +78,11 @@ class ModelConfig:
     position: Section = _section("rope")
     sublayers: dict[str, Section] = field(default_factory=lambda: {"attention": {}, "mlp": {}})
     """Options of each sublayer by its name; in YAML they stand directly under `model`: `model.attention.window`."""
+
+    @property
+    def topology_section(self) -> Section:
+        """`topology` as a section `{name: ..., options}`."""
+        return {"name": self.topology} if isinstance(self.topology, str) else self.topology
 
     @property
     def head_dim(self) -> int:
@@ -105,16 +115,15 @@ class ModelConfig:
                 f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}: "
                 f"try model.n_heads={_divisor_near(self.d_model, self.n_heads)}"
             )
-        if self.topology not in ("sequential", "parallel"):
-            raise UserError(f"model.topology={self.topology!r} is neither 'sequential' nor 'parallel'")
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout={self.dropout} must be at least 0 and below 1")
         for key in ("embedding_scale", "logit_softcap"):
             if getattr(self, key) is not None and not getattr(self, key) > 0:
                 raise UserError(f"model.{key}={getattr(self, key)} must be greater than 0")
-        for key in ("init", "norm_placement", "norm", "activation", "position"):
-            if not isinstance(getattr(self, key).get("name"), str):
-                raise UserError(f"model.{key}.name={getattr(self, key).get('name')!r} must be a name")
+        for key in ("init", "norm_placement", "norm", "activation", "position", "head", "topology_section"):
+            name = getattr(self, key).get("name")
+            if not isinstance(name, str):
+                raise UserError(f"model.{key.removesuffix('_section')}.name={name!r} must be a name")
         self._check_expansion()
         self._check_blocks()
 
@@ -269,6 +278,10 @@ def _gather_sublayers(model: Mapping[str, Any]) -> dict[str, Any]:
                 raise UserError(f"model.{key}={value!r} must be a section of options")
             raise UserError(f"model.{key}: no such key. {nearest(key, known)}Known: {', '.join(sorted(known))}")
     values["layers"] = values.get("layers") or {}
+    transforms = values.get("transforms") or {}
+    if isinstance(transforms, Mapping):  # `lora: null` and `lora: {}` are the same: no options
+        transforms = {name: options or {} for name, options in transforms.items()}
+    values["transforms"] = transforms
     if isinstance(values.get("block"), str) and isinstance(values["layers"], Mapping):
         blocks = repeat_pattern(values["block"], values.get("n_layers", ModelConfig.n_layers))
         values["block"] = blocks[0]

@@ -14,7 +14,18 @@ from gptframe.errors import UserError
 from gptframe.registry import KINDS, importing_from
 
 # Parameters that the framework passes itself, before the options.
-POSITIONAL = {"sublayer": 2, "norm": 1, "position": 1, "init": 3, "optimizer": 1, "schedule": 2, "tokenizer": 1}
+POSITIONAL = {
+    "sublayer": 2,
+    "norm": 1,
+    "position": 1,
+    "topology": 3,
+    "head": 1,
+    "transform": 1,
+    "init": 3,
+    "optimizer": 1,
+    "schedule": 2,
+    "tokenizer": 1,
+}
 Definition = ast.ClassDef | ast.FunctionDef
 
 

@@ -279,7 +279,15 @@ def _run(parts: Sequence[tuple[str, str]], overrides: Sequence[str], only: list[
     return [conformance(*part, own[part][0], cfg, only) for part in parts]
 
 
-PREFIXES = {"schedule": "schedule.", "optimizer": "optimizer.", "tokenizer": "tokenizer.", "corpus": "data."}
+PREFIXES = {
+    "sublayer": "model.{name}.",
+    "transform": "model.transforms.{name}.",
+    "callback": "callbacks.extra.{name}.",
+    "schedule": "schedule.",
+    "optimizer": "optimizer.",
+    "tokenizer": "tokenizer.",
+    "corpus": "data.",
+}
 WARMUP = ("warmup_steps", "warmup_fraction", "overlap_warmup")  # of the schedule's section, not of its shape
 
 
@@ -287,7 +295,7 @@ def _options(kind: str, name: str, overrides: Sequence[str]) -> tuple[dict[str, 
     """The options of a part among overrides, and those overrides."""
     import yaml
 
-    prefix = f"model.{name}." if kind == "sublayer" else PREFIXES.get(kind, f"model.{kind}.")
+    prefix = PREFIXES.get(kind, f"model.{kind}.").format(name=name)
     options: dict[str, Any] = {}
     taken: list[str] = []
     for override in overrides:

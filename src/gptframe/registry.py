@@ -46,12 +46,24 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
         (_MODEL + "position",),
     ),
     "norm_placement": ("NormPlacement: a row of the table in gptframe.model.norm", (_MODEL + "norm",)),
+    "topology": (
+        "nn.Module: __init__(cfg: ModelConfig, layer: int, residual_scale: float, **options),"
+        " forward(x[B,T,D], ctx: Context) -> x[B,T,D], the stream after the block",
+        (_MODEL + "block",),
+    ),
+    "head": (
+        "nn.Module: __init__(cfg: ModelConfig, **options), forward(x[...,D], weight[V,D]) -> logits[...,V],"
+        " loss(x, weight, targets, ctx) -> summed cross-entropy",
+        (_MODEL + "head",),
+    ),
+    "transform": ("function(model: GPT, **options): changes the model in place, before it is initialised", ()),
     "init": (
         "function(role: str, shape: tuple, cfg: ModelConfig, **options) -> standard deviation",
         (_MODEL + "init",),
     ),
     "optimizer": ("function(groups: list[dict], **options) -> torch.optim.Optimizer", (_TRAINING + "optimizer",)),
     "schedule": ("function(step: int, total_steps: int, **options) -> multiplier", (_TRAINING + "schedule",)),
+    "callback": ("pytorch_lightning.Callback: __init__(**options)", ()),
     "tokenizer": (
         "class: __init__(source: Source, **options), encode(str) -> list[int], decode(list[int]) -> str, vocab_size",
         (_DATA + "tokenizer", _DATA + "segments"),
@@ -315,6 +327,8 @@ RESULTS: dict[str, Callable[[Any], bool]] = {
     "schedule": _is_number,
     "init": _is_number,
     "optimizer": lambda value: _has(value, "step", "zero_grad", "state_dict"),
+    "head": lambda value: _has(value, "loss"),
+    "callback": lambda value: _has(value, "on_train_batch_end", "state_dict"),
     "corpus": lambda value: _has(value, "fingerprint") and (_has(value, "documents") or _has(value, "stores")),
 }
 

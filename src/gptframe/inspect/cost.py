@@ -25,7 +25,7 @@ from gptframe.config import Config, ModelConfig
 from gptframe.errors import UserError
 from gptframe.model import GPT, Context, build_model
 from gptframe.model.attention import Attention
-from gptframe.model.block import Sublayer
+from gptframe.model.block import sublayers
 from gptframe.model.mlp import MLP
 from gptframe.registry import build
 from gptframe.training.device import Device, choose
@@ -88,8 +88,7 @@ def flops(cfg: ModelConfig, length: int | None = None) -> Flops:
         row[1] += full if causal is None else causal
 
     for block in model.blocks:
-        for sublayer in block.children():
-            assert isinstance(sublayer, Sublayer)
+        for _, sublayer in sublayers(block):
             core = sublayer.core
             if type(core) is Attention:
                 q, kv = core.n_heads * core.head_dim, core.n_kv_heads * core.head_dim

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gptframe.errors import UserError
 from gptframe.inspect.trace import Trace, logit_lens
+from gptframe.model.block import sublayers
 
 MOST_VALUES = 3_000_000  # numbers that a page carries, 5.4 bytes each; the largest values are left out first
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -138,7 +139,7 @@ def _diagram(found: Trace) -> dict[str, Any]:
                 "post": taken(sublayer.post),
                 "scale": sublayer.residual_scale,
             }
-            for label, sublayer in block.named_children()
+            for label, sublayer in sublayers(block)
         ]
         for layer, block in enumerate(model.blocks)
     ]

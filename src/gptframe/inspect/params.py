@@ -34,6 +34,7 @@ from gptframe.config import ModelConfig
 from gptframe.errors import UserError
 from gptframe.model.activation import Activation
 from gptframe.model.attention import Attention
+from gptframe.model.block import sublayers
 from gptframe.model.gpt import GPT, build_model
 from gptframe.model.mlp import MLP
 from gptframe.model.norm import LayerNorm, RMSNorm
@@ -248,7 +249,7 @@ def _formulas(model: GPT, cfg: ModelConfig) -> dict[str, Formula]:
         if not isinstance(getattr(model, name), nn.Identity):
             _add(found, name, _norm(cfg, "D"))
     for layer, block in enumerate(model.blocks):
-        for section, (label, sublayer) in zip(cfg.block_of(layer), block.named_children(), strict=True):
+        for section, (label, sublayer) in zip(cfg.block_of(layer), sublayers(block), strict=False):
             prefix = f"blocks.{layer}.{label}"
             for seat in ("pre", "out", "post"):
                 if not isinstance(getattr(sublayer, seat), nn.Identity):

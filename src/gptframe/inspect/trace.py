@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gptframe.errors import UserError, nearest
 from gptframe.model.attention import Attention
-from gptframe.model.block import ParallelBlock, Sublayer
+from gptframe.model.block import ParallelBlock, Sublayer, sublayers
 from gptframe.model.context import Context
 from gptframe.model.gpt import GPT
 from gptframe.model.mlp import MLP
@@ -234,10 +234,7 @@ def _watch_model(found: Trace, model: GPT, stack: ExitStack) -> None:
     def finish(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> None:
         if kwargs.get("targets", args[2] if len(args) > 2 else None) is not None:
             with torch.no_grad():  # the loss was asked for, and the logits of the whole batch never existed
-                weight = model.head_weight
-                value = F.linear(final[0].to(weight.dtype), weight)
-                cap = model.cfg.logit_softcap
-                value = value if cap is None else cap * torch.tanh(value / cap)
+                value = model.read_out(final[0].to(model.head_weight.dtype))
         found._record("logits", value)
         found._values["probabilities"] = torch.softmax(found["logits"], dim=-1, dtype=_at_least_float32(value))
 
@@ -264,13 +261,12 @@ def _watch_block(found: Trace, prefix: str, block: nn.Module, stack: ExitStack) 
         found._record_stream(f"{prefix}.stream_after", value)
 
     stack.callback(block.register_forward_pre_hook(before).remove)
-    for label, sublayer in block.named_children():
+    for label, sublayer in sublayers(block):
         _watch_sublayer(found, f"{prefix}.{label}", sublayer, stack)
     stack.callback(block.register_forward_hook(after).remove)
 
 
-def _watch_sublayer(found: Trace, prefix: str, sublayer: nn.Module, stack: ExitStack) -> None:
-    assert isinstance(sublayer, Sublayer)
+def _watch_sublayer(found: Trace, prefix: str, sublayer: Sublayer, stack: ExitStack) -> None:
     original = sublayer.delta
     has_out = not isinstance(sublayer.out, nn.Identity)
 
@@ -399,10 +395,5 @@ def _at_least_float32(value: Tensor) -> torch.dtype:
 def logit_lens(found: Trace) -> dict[str, Tensor]:
     """The logits [B,T,V] that the head would give at each place of the stream, if the model ended there
     (nostalgebraist, "interpreting GPT: the logit lens", 2020): final norm and head, applied early."""
-    model, cap = found.model, found.model.cfg.logit_softcap
-    lens = {}
-    for place, x in found.stream().items():
-        weight = model.head_weight
-        logits = F.linear(model.final_norm(x.to(weight.dtype)), weight)
-        lens[place] = logits if cap is None else cap * torch.tanh(logits / cap)
-    return lens
+    model, dtype = found.model, found.model.head_weight.dtype
+    return {place: model.read_out(model.final_norm(x.to(dtype))) for place, x in found.stream().items()}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from gptframe.config import ModelConfig
 from gptframe.errors import UserError
 from gptframe.model.context import Context
-from gptframe.registry import build, entry, lookup
+from gptframe.registry import build, entry, lookup, register
 
 
 class Sublayer(nn.Module):
@@ -44,8 +46,13 @@ class Sublayer(nn.Module):
         raise UserError(f"{kind} {name!r} ({where}) returned {got} for an input of {list(x.shape)}: they must be equal")
 
 
+@register("topology", "sequential")
 class Block(nn.Module):
-    """Sublayers one after the other."""
+    """Sublayers one after the other. A block of your own derives from it, or is any map of the stream."""
+
+    @staticmethod
+    def check(cfg: ModelConfig) -> None:
+        """Refuse a config that this block cannot serve, before anything is allocated."""
 
     def __init__(self, cfg: ModelConfig, layer: int, residual_scale: float):
         super().__init__()
@@ -61,21 +68,42 @@ class Block(nn.Module):
             taken = sum(other == label or other.startswith(label + "__") for other, _ in self.named_children())
             self.add_module(f"{label}__{taken + 1}" if taken else label, Sublayer(core, name, cfg, residual_scale))
 
+    @property
+    def incremental(self) -> bool:
+        """Whether every core is (see `Context`)."""
+        return all(getattr(sublayer.core, "incremental", False) for _, sublayer in sublayers(self))
+
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        for sublayer in self.children():
+        for _, sublayer in sublayers(self):
             x = sublayer(x, ctx)
         return x
 
 
+@register("topology", "parallel")
 class ParallelBlock(Block):
     """Sublayers side by side on the same stream: x * residual_scale + sum of deltas (GPT-J, 2021)."""
 
+    @staticmethod
+    def check(cfg: ModelConfig) -> None:
+        name = cfg.norm_placement["name"]
+        if lookup("norm_placement", name).post:
+            raise UserError(
+                f"model.topology=parallel has no place for the post norms of norm_placement={name}: they would get no "
+                f"gradient. Use norm_placement=pre, or model.topology=sequential"
+            )
+        if all(len(cfg.block_of(other)) == 1 for other in range(cfg.n_layers)):
+            raise UserError(
+                "model.topology=parallel needs at least two sublayers in model.block, as in [attention,mlp]"
+            )
+
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        deltas = [sublayer.delta(x, ctx) for sublayer in self.children() if isinstance(sublayer, Sublayer)]
+        deltas = [sublayer.delta(x, ctx) for _, sublayer in sublayers(self)]
         return torch.add(sum(deltas[1:], deltas[0]), x, alpha=self.residual_scale)
 
 
-TOPOLOGIES = {"sequential": Block, "parallel": ParallelBlock}
+def sublayers(block: nn.Module) -> Iterator[tuple[str, Sublayer]]:
+    """The sublayers of a block, by the names that they have in it."""
+    return ((name, module) for name, module in block.named_children() if isinstance(module, Sublayer))
 
 
 def seat(taken: bool, cfg: ModelConfig) -> nn.Module:

@@ -1,9 +1,9 @@
-"""What a sublayer may need beside the stream: positions, document boundaries and the key-value cache."""
+"""What a sublayer may need beside the stream: token ids, positions, documents, the cache, and where losses go."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -11,15 +11,16 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, for one sequence of calls to `GPT.forward`.
+    """What is kept of the tokens seen so far, for one sequence of calls to `GPT.forward`.
 
-    Each attention keeps its own pair under its own identity, so that a block may hold several. Pairs lie in buffers
-    that grow by doubling; they carry no gradients.
+    An attention keeps keys and values (`append`), a recurrent sublayer its state (`state`), each under its own
+    identity, so that a block may hold several. Pairs lie in buffers that grow by doubling. Nothing carries gradients.
     """
 
     def __init__(self) -> None:
         self.positions = torch.empty(0, dtype=torch.long)  # Long[S] or Long[B,S], positions of all cached tokens
         self._pairs: dict[int, _Pair] = {}
+        self._states: dict[int, tuple[Tensor, ...]] = {}
         self._shared: dict[Hashable, Any] = {}
         self._constant: dict[Hashable, Any] = {}
 
@@ -40,12 +41,21 @@ class KVCache:
         pair = self._pairs.setdefault(id(owner), _Pair())
         return pair.append(k.detach(), v.detach(), None if window is None else window - 1)
 
+    def state(self, owner: object) -> tuple[Tensor, ...] | None:
+        """What `owner` has left with `set_state` after the tokens before these; None at the start of a text."""
+        return self._states.get(id(owner))
+
+    def set_state(self, owner: object, *tensors: Tensor) -> None:
+        """Leave what `owner` needs of the tokens so far, [B, ...] each, for its next call."""
+        self._states[id(owner)] = tuple(t.detach() for t in tensors)
+
     def keep(self, rows: Tensor) -> None:
         """Go on with some rows Long[R] of the batch."""
         if self.positions.ndim == 2:
             self.positions = self.positions[rows]
         for pair in self._pairs.values():
             pair.k, pair.v = pair.k[rows], pair.v[rows]
+        self._states = {owner: tuple(t[rows] for t in tensors) for owner, tensors in self._states.items()}
 
     def shared(self, key: Hashable, make: Callable[[], Any], constant: bool = False) -> Any:
         """`make()`, once a step for all layers that ask with the same key; once for all if `constant`."""
@@ -84,7 +94,7 @@ class _Pair:
 
 @dataclass
 class Context:
-    """Travels beside x through every sublayer. `GPT.forward` fills in `positions` where it is None.
+    """Travels beside x through every sublayer. `GPT.forward` fills in `positions` and `ids`.
 
     A sublayer whose class says `incremental = True` promises two things: a token gets the same whether the ones before
     it come with it or lie in `cache`, and none looks at padding. Text is generated with a cache and in padded batches
@@ -96,4 +106,27 @@ class Context:
     documents: Tensor | None = None
     """Long[B,T]: which document a token is of; attention stays inside a document. None: one document."""
     cache: KVCache | None = None
-    """Keys and values of earlier tokens, when generating."""
+    """What is kept of earlier tokens, when generating."""
+    ids: Tensor = cast(Tensor, None)
+    """Long[B,T]: the tokens themselves."""
+    shared: dict[str, Any] = field(default_factory=dict)
+    """What a layer leaves for later layers of the same pass. Set it and read it; with recomputation a layer may do both
+    twice, so take nothing out."""
+    losses: dict[str, Tensor] | None = None
+    """In training, what `add_loss` has gathered; None where nobody wants it."""
+    metrics: dict[str, list[Tensor]] | None = None
+    """In training, what `log` has gathered."""
+
+    def add_loss(self, name: str, value: Tensor) -> None:
+        """Train a scalar beside the cross-entropy, with its coefficient in it, in nats a token.
+
+        The gradient is that of the cross-entropy a token plus all of these. Those of one name are summed over the
+        layers, and logged as `aux/<name>`; train_loss and val_loss stay the cross-entropy alone.
+        """
+        if self.losses is not None:
+            self.losses[name] = self.losses[name] + value if name in self.losses else value
+
+    def log(self, name: str, value: Tensor) -> None:
+        """Log a scalar as `aux/<name>`, averaged over the layers that give it and over the micro-batches."""
+        if self.metrics is not None:
+            self.metrics.setdefault(name, []).append(value.detach().float())

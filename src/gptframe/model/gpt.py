@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptframe.config import ModelConfig
 from gptframe.errors import UserError
-from gptframe.model.block import TOPOLOGIES, seat
+from gptframe.model.block import seat
 from gptframe.model.context import Context, KVCache
 from gptframe.model.init import initialize, with_role
-from gptframe.model.loss import head_cross_entropy
 from gptframe.model.norm import NormPlacement
 from gptframe.model.position import Position, position_at
-from gptframe.registry import check, lookup, signature_options
+from gptframe.registry import build, check, entry, lookup, signature_options
 
 __all__ = ["GPT", "Context", "KVCache", "build_model"]
 
@@ -39,9 +37,13 @@ class GPT(nn.Module):
         self.position = position_at("embedding", cfg)
         self.embedding_norm = seat(placement.embedding, cfg)
         self.dropout = nn.Dropout(cfg.dropout) if cfg.dropout else nn.Identity()
-        self.blocks = nn.ModuleList(TOPOLOGIES[cfg.topology](cfg, layer, scale) for layer in range(cfg.n_layers))
+        self.blocks = nn.ModuleList(
+            build("topology", cfg.topology_section, cfg, layer, scale, key="model.topology")
+            for layer in range(cfg.n_layers)
+        )
         self.final_norm = seat(placement.final, cfg)
         self.head = None if cfg.tie_head else with_role(nn.Linear(cfg.d_model, cfg.vocab_size, bias=False), "head")
+        self.output = build("head", cfg.head, cfg, key="model.head")
 
         position = lookup("position", cfg.position["name"])
         if position.seat == "attention" and not any(isinstance(module, position) for module in self.modules()):
@@ -49,6 +51,8 @@ class GPT(nn.Module):
                 f"model.position.name={cfg.position['name']} acts in attention, and nothing in model.block uses it: "
                 f"use position=learned or position=none"
             )
+        for name, options in cfg.transforms.items():
+            build("transform", {"name": name, **options}, self, key=f"model.transforms.{name}")
 
     @property
     def head_weight(self) -> Tensor:
@@ -57,12 +61,22 @@ class GPT(nn.Module):
 
     def stream(self, ids: Tensor, ctx: Context | None = None) -> Tensor:
         """The residual stream after the final norm: Long[B,T] -> [B,T,D]."""
-        ctx = self._with_positions(ids, ctx)
+        return self._stream(ids, self._with_positions(ids, ctx))
+
+    def _stream(self, ids: Tensor, ctx: Context) -> Tensor:
         x = self.token_embedding(ids) * self.cfg.embedding_scale  # [B, T, D]
         x = self.dropout(self.embedding_norm(self.position(x, ctx)))
         for block in self.blocks:
-            x = block(x, ctx)
+            x = self._mapped(block(x, ctx), x)
         return self.final_norm(x)
+
+    def _mapped(self, y: object, x: Tensor) -> Tensor:
+        """What a block gave, which must have the shape of `x`."""
+        if isinstance(y, Tensor) and y.shape == x.shape:
+            return y
+        name, got = self.cfg.topology_section["name"], list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        where = f"topology {name!r} ({entry('topology', name).origin})"
+        raise UserError(f"{where} returned {got} for a stream of {list(x.shape)}: they must be equal")
 
     def forward(self, ids: Tensor, ctx: Context | None = None, targets: Tensor | None = None) -> Tensor:
         """Logits, or with targets the summed loss.
@@ -75,32 +89,31 @@ class GPT(nn.Module):
         Returns:
             Logits [B,T,V]; with `targets` the SUM of the cross-entropy over tokens, in nats, a float32 scalar.
         """
-        x = self.stream(ids, ctx)
+        ctx = self._with_positions(ids, ctx)
+        x = self._stream(ids, ctx)
         if targets is not None:
-            return head_cross_entropy(x, self.head_weight, targets, self.cfg.logit_softcap)
+            return self.output.loss(x, self.head_weight, targets, ctx)
         return self.read_out(x)
 
     def read_out(self, x: Tensor) -> Tensor:
         """Logits [..., V] of the normalised stream x[..., D]."""
-        logits = F.linear(x, self.head_weight)
-        cap = self.cfg.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return self.output(x, self.head_weight)
 
     @property
     def incremental(self) -> bool:
         """Whether all parts give the same with a cache and in a padded batch (see `Context`)."""
-        cores = [sublayer.core for block in self.blocks for sublayer in block.children()]
         positions = [m for m in self.modules() if isinstance(m, Position)]
-        return all(getattr(part, "incremental", False) for part in [*cores, self.position, *positions])
+        return all(getattr(part, "incremental", False) for part in [*self.blocks, self.position, *positions])
 
     def _with_positions(self, ids: Tensor, ctx: Context | None) -> Context:
         past = len(ctx.cache) if ctx is not None and ctx.cache is not None else 0
         if past + ids.shape[1] > self.cfg.context_length:
             raise ValueError(f"{past + ids.shape[1]} tokens exceed the context of {self.cfg.context_length}")
         ctx = Context() if ctx is None else ctx
-        if ctx.positions is None:
+        positions = ctx.positions
+        if positions is None:
             positions = torch.arange(past, past + ids.shape[1], device=ids.device)
-            ctx = Context(positions, ctx.documents, ctx.cache)
+        ctx = Context(positions, ctx.documents, ctx.cache, ids, losses=ctx.losses, metrics=ctx.metrics)
         if ctx.cache is not None:
             if ctx.documents is not None:
                 raise ValueError("a cache knows no document boundaries: give Context either documents or cache")
@@ -119,8 +132,13 @@ def check_architecture(cfg: ModelConfig) -> None:
     placement = lookup("norm_placement", cfg.norm_placement["name"], "model.norm_placement.name")
     if not isinstance(placement, NormPlacement):
         raise UserError(f"model.norm_placement.name={cfg.norm_placement['name']!r} is no NormPlacement")
-    for kind, n_positional in (("init", 3), ("norm", 1), ("activation", 0), ("position", 1)):
+    for kind, n_positional in (("init", 3), ("norm", 1), ("activation", 0), ("position", 1), ("head", 1)):
         check(kind, getattr(cfg, kind), n_positional, f"model.{kind}")
+    topology, _ = check("topology", cfg.topology_section, 3, "model.topology")
+    if hasattr(topology, "check"):
+        topology.check(cfg)
+    for name, options in cfg.transforms.items():
+        check("transform", {"name": name, **options}, 1, f"model.transforms.{name}")
     sections = [section for layer in range(cfg.n_layers) for section in cfg.block_of(layer)]
     for section in sections:
         check("sublayer", section, 2, f"model.{section['name']}")
@@ -135,13 +153,6 @@ def check_architecture(cfg: ModelConfig) -> None:
     extra = set(cfg.norm_placement) - {"name"}
     if extra:
         raise UserError(f"model.norm_placement.{extra.pop()}: a norm placement has no options")
-    if cfg.topology == "parallel" and placement.post:
-        raise UserError(
-            f"model.topology=parallel has no place for the post norms of norm_placement={cfg.norm_placement['name']}: "
-            f"they would get no gradient. Use norm_placement=pre, or model.topology=sequential"
-        )
-    if cfg.topology == "parallel" and all(len(cfg.block_of(layer)) == 1 for layer in range(cfg.n_layers)):
-        raise UserError("model.topology=parallel needs at least two sublayers in model.block, as in [attention,mlp]")
 
 
 def build_model(cfg: ModelConfig, seed: int = 0, device: str | torch.device = "cpu") -> GPT:

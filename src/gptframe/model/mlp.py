@@ -29,11 +29,22 @@ class MLP(nn.Module):
         gated = getattr(self.activation, "inputs", 1) == 2
         self.gate = with_role(nn.Linear(cfg.d_model, cfg.hidden, bias=bias), "hidden") if gated else None
         self.down = with_role(nn.Linear(cfg.hidden, cfg.d_model, bias=bias), "residual")
-        self.whole = not gated and self._offers("forward_mlp")
-        self.fused = bias and not gated and self._offers("forward_with_bias")
+        self.offers_whole = not gated and self._offers("forward_mlp")
+        self.offers_fused = bias and not gated and self._offers("forward_with_bias")
 
     def _offers(self, name: str) -> bool:
         return getattr(self.activation, name, None) is not None
+
+    # A transform (LoRA) may have put something else in the place of a projection, which only a call of it does.
+    @property
+    def whole(self) -> bool:
+        """Whether the activation computes the whole MLP from its weights."""
+        return self.offers_whole and type(self.up) is type(self.down) is nn.Linear
+
+    @property
+    def fused(self) -> bool:
+        """Whether the activation adds the bias."""
+        return self.offers_fused and type(self.up) is nn.Linear
 
     def forward(self, x: Tensor, ctx: object) -> Tensor:
         if self.whole:

@@ -121,6 +121,7 @@ class StepBoundary(pl.Callback):
             "train_loss": float(module.last_loss),
             "lr": float(module.last_lr),
             "grad_norm": float(module.last_norm),
+            **{f"aux/{name}": float(value) for name, value in module.last_extras.items()},
             "tokens_per_second": round((tokens - self.tokens_logged) / max(self.seconds, 1e-9), 1),
         }
         self.seconds, self.tokens_logged = 0.0, tokens

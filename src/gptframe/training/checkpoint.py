@@ -226,6 +226,8 @@ def used_plugins(model: Mapping[str, Any], sections: Mapping[str, Any] | None = 
                 collect(inner)
 
     collect(model)
+    collect(list(model.get("transforms", {})))
+    collect(list((sections or {}).get("callbacks", {}).get("extra", {})))
     collect({k: v.get("name") for k, v in (sections or {}).items()})
     return {key: origin for key, origin in registry.origins().items() if key.partition("/")[2] in names}
 

@@ -109,5 +109,5 @@ def module_reports(model: GPT) -> dict[str, str]:
 
 def plugins_of(config: Config) -> dict[str, str]:
     """Where everything came from that the config names and a plugin registered."""
-    sections = {key: getattr(config, key) for key in ("data", "tokenizer", "optimizer", "schedule")}
+    sections = {key: getattr(config, key) for key in ("data", "tokenizer", "optimizer", "schedule", "callbacks")}
     return checkpoints.used_plugins(config.to_dict()["model"], sections)

@@ -67,6 +67,7 @@ class GPTModule(pl.LightningModule):
         # The last step, for whoever logs it. Tensors, so that nothing waits for a GPU before it must.
         self.last_loss: Tensor = torch.zeros(())
         self.last_norm: Tensor = torch.zeros(())
+        self.last_extras: dict[str, Tensor] = {}
         self.last_lr = 0.0
         self.tokens: Tensor | int = 0
         self._checked = False
@@ -92,21 +93,30 @@ class GPTModule(pl.LightningModule):
         multiplier = self.schedule(step)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * multiplier
-        self.last_lr = optimizer.param_groups[0]["lr"]
 
         n_targets = self._over_ranks((batch["targets"] != IGNORED).sum())
         # data-parallel strategies average gradients over ranks; the loss is a mean over the targets of all of them
         weight = self.trainer.world_size / n_targets.clamp(min=1)
         micro_batches = split(batch, self.micro_batch_size)
         total = torch.zeros((), device=self.device)
+        extras: dict[str, Tensor] = {}
         for i, micro in enumerate(micro_batches):
             with contextlib.nullcontext() if i == len(micro_batches) - 1 else self._no_sync():
-                loss = self.loss_sum(micro["ids"], context(micro), micro["targets"])
+                ctx = Context(documents=micro.get("documents"), losses={}, metrics={})
+                loss = self.loss_sum(micro["ids"], ctx, micro["targets"])
+                total = total + loss.detach()
+                found = scalars(ctx)
+                if found:  # each micro-batch counts by its targets
+                    own = (micro["targets"] != IGNORED).sum()
+                    loss = loss + own * sum(found[name] for name in ctx.losses or ())
+                    for name, value in found.items():
+                        extras[name] = extras.get(name, 0.0) + own * value.detach()
                 self.manual_backward(loss * weight)
-            total = total + loss.detach()
         self.last_loss = self._over_ranks(total) / n_targets.clamp(min=1)
+        self.last_extras = {n: self._over_ranks(v) / n_targets.clamp(min=1) for n, v in sorted(extras.items())}
         self.tokens = self.tokens + n_targets
         optimizer.step()  # clips in on_before_optimizer_step, where fp16 gradients are already unscaled
+        self.last_lr = optimizer.param_groups[0]["lr"]  # a callback may have set another one before the step
         optimizer.zero_grad(set_to_none=True)
 
     def _refuse_idle_parameters(self) -> None:
@@ -169,6 +179,24 @@ def split(batch: Mapping[str, Tensor], size: int) -> list[dict[str, Tensor]]:
     """The micro-batches of a batch: every [B, ...] tensor cut in rows of `size`; the last may be shorter."""
     parts = {key: value.split(size) for key, value in batch.items()}
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+
+
+def scalars(ctx: Context) -> dict[str, Tensor]:
+    """What a forward pass has left in `ctx` by name: losses with their gradients, then means of metrics.
+
+    Raises:
+        UserError: one of them is no scalar, or a name stands for both.
+    """
+    found = dict(ctx.losses or {})
+    for name, values in (ctx.metrics or {}).items():
+        if name in found:
+            raise UserError(f"ctx.log({name!r}, ...): there is a loss of that name, which is logged already")
+        found[name] = torch.stack(values).mean(dim=0)
+    for name, value in found.items():
+        if not isinstance(value, Tensor) or value.ndim:
+            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise UserError(f"ctx.add_loss or ctx.log got {got} as {name!r}: it takes a scalar, as in value.mean()")
+    return found
 
 
 def context(batch: Mapping[str, Tensor]) -> Context | None:

@@ -42,6 +42,13 @@ class CallbackConfig:
     summary: bool = True
     """Print what the run came to; without it, the path of the run directory alone."""
     samples: SampleConfig = field(default_factory=SampleConfig)
+    extra: dict[str, Any] | None = None
+    """Callbacks of plugins, by name with their options, as in `{hypergradient: {rate: 0.1}}`; null for none."""
+
+    def build(self) -> list[Any]:
+        """The callbacks of plugins."""
+        extra = self.extra or {}
+        return [build("callback", {"name": n, **(o or {})}, key=f"callbacks.extra.{n}") for n, o in extra.items()]
 
     def check(self, val_interval: int) -> None:
         if self.progress not in ("auto", "bar", "lines", "none"):
@@ -89,6 +96,7 @@ def _train(config: Config, overrides: list[str], held: contextlib.ExitStack) -> 
     # Everything that can be refused is refused before anything is made.
     options: CallbackConfig = convert(CallbackConfig, config.callbacks, "callbacks")
     options.check(config.trainer.val_interval)
+    extra = options.build()
     resumed = Path(config.resume).expanduser().absolute() if config.resume else None
     rank_zero = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
     if resumed and rank_zero:
@@ -203,7 +211,7 @@ def _train(config: Config, overrides: list[str], held: contextlib.ExitStack) -> 
                 limit_val_batches=0,  # StepBoundary validates, in its place between logging and saving
                 deterministic=config.trainer.deterministic,
                 logger=[metrics, *([logger] if logger else [])],
-                callbacks=[boundary],
+                callbacks=[*extra, boundary],  # what an extra one keeps is in the checkpoint that `boundary` writes
                 plugins=[AtomicCheckpointIO()],
                 default_root_dir=str(run_dir),
                 use_distributed_sampler=False,

@@ -1,0 +1,33 @@
+"""The output head: from the normalised stream to logits, or to the loss without them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptframe.config import ModelConfig
+from gptframe.model.context import Context
+from gptframe.model.loss import head_cross_entropy
+from gptframe.registry import register
+
+
+@register("head", "linear")
+class Head(nn.Module):
+    """logits = cap(x W^T), with W the token embedding where the head is tied; a head of your own derives from it."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.softcap = cfg.logit_softcap
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Logits [..., V] of the normalised stream x[..., D] and weight[V, D]."""
+        logits = F.linear(x, weight)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def loss(self, x: Tensor, weight: Tensor, targets: Tensor, ctx: Context) -> Tensor:
+        """The SUM over tokens of the cross-entropy of the logits, in nats; targets Long[B,T], -100 is ignored.
+
+        What a head trains besides (as other tokens further ahead) goes through `ctx.add_loss`.
+        """
+        return head_cross_entropy(x, weight, targets, self.softcap)
