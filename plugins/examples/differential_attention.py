@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptframe import UserError, register
+from gptframe.model.attention import visible
 from gptframe.model.init import with_role
 from gptframe.model.position import position_at
 
@@ -58,7 +59,7 @@ class DifferentialAttention(nn.Module):
         scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)  # [B, A, T, S]
         bias = self.position.score_bias(ctx.positions, k_positions)
         scores = scores if bias is None else scores + bias.to(scores.dtype)
-        pattern = scores.masked_fill(~self.mask(ctx, k_positions), -math.inf).softmax(dim=-1).to(v.dtype)
+        pattern = scores.masked_fill(~visible(ctx, k_positions), -math.inf).softmax(dim=-1).to(v.dtype)
         first, second = F.dropout(pattern, self.dropout, self.training).unflatten(1, (-1, 2)).unbind(dim=2)
         mixed = (first - self.factor().to(v.dtype) * second) @ v  # [B, A/2, T, 2d]
         mixed = F.rms_norm(mixed, mixed.shape[-1:], eps=1e-5) * (1 - self.start)
@@ -68,12 +69,3 @@ class DifferentialAttention(nn.Module):
         """lambda, a scalar; `start` at first, less in the early layers."""
         one = torch.exp((self.lambda_q1 * self.lambda_k1).sum())
         return one - torch.exp((self.lambda_q2 * self.lambda_k2).sum()) + self.start
-
-    def mask(self, ctx, k_positions: Tensor) -> Tensor:
-        """Bool, broadcastable to [B, A, T, S]: earlier tokens of the same document, and no padding."""
-        mask = ctx.positions[..., :, None] >= k_positions[..., None, :]
-        if mask.ndim == 3:
-            mask = (mask & ((k_positions >= 0)[:, None, :] | (ctx.positions < 0)[:, :, None]))[:, None]
-        if ctx.documents is not None:
-            mask = mask & (ctx.documents[:, None, :, None] == ctx.documents[:, None, None, :])
-        return mask

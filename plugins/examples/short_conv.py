@@ -6,7 +6,6 @@
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptframe import UserError, register
@@ -16,10 +15,13 @@ from gptframe import UserError, register
 class ShortConv(nn.Module):
     """A causal convolution over the last few tokens, each channel on its own (H3, Fu et al., 2022).
 
+    When generating it keeps the last kernel - 1 tokens of the stream, and no more.
+
     Args:
         kernel: how many tokens each one sees, itself included.
     """
 
+    incremental = True  # the tokens before x lie in ctx.cache, and padding counts as nothing
     parameter_formulas = {"weight": "D*kernel"}  # what `gptframe params` shows and checks
 
     def __init__(self, cfg, layer: int, kernel: int = 4):
@@ -27,7 +29,7 @@ class ShortConv(nn.Module):
         if kernel < 1:
             raise UserError(f"model.short_conv.kernel={kernel} must be at least 1")
         self.kernel = kernel
-        self.weight = nn.Parameter(torch.empty(cfg.d_model, 1, kernel))
+        self.weight = nn.Parameter(torch.empty(cfg.d_model, kernel))
         self.init_weights(lambda name: torch.randn_like(self.weight))
 
     def init_weights(self, draw) -> None:
@@ -36,5 +38,19 @@ class ShortConv(nn.Module):
             self.weight.copy_(draw("weight") * 0.02)
 
     def forward(self, x: Tensor, ctx) -> Tensor:
-        x = F.pad(x.transpose(1, 2), (self.kernel - 1, 0))  # [B, D, T + kernel - 1]: zeros before the first token
-        return F.conv1d(x, self.weight, groups=self.weight.shape[0]).transpose(1, 2)
+        if ctx.positions.ndim == 2:
+            x = x.masked_fill((ctx.positions < 0)[..., None], 0.0)
+        known = ctx.cache.state(self) if ctx.cache is not None else None
+        before = x.new_zeros(x.shape[0], self.kernel - 1, x.shape[2]) if known is None else known[0]
+        whole = torch.cat([before, x], dim=1)  # [B, kernel - 1 + T, D]
+        if ctx.cache is not None:
+            ctx.cache.set_state(self, whole[:, x.shape[1] :])
+        y = torch.zeros_like(x)
+        for back in range(self.kernel):  # the token so many places before each one
+            start = self.kernel - 1 - back
+            seen = whole[:, start : start + x.shape[1]]
+            if ctx.documents is not None and 0 < back < x.shape[1]:
+                same = ctx.documents[:, back:] == ctx.documents[:, :-back]
+                seen = torch.cat([seen[:, :back], seen[:, back:].masked_fill(~same[..., None], 0.0)], dim=1)
+            y = y + seen * self.weight[:, back].to(x.dtype)
+        return y

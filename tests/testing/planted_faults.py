@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gptframe.model.attention import Attention
+from gptframe.model.block import Block, Sublayer, sublayers
 from gptframe.model.init import with_role
 from gptframe.model.norm import RMSNorm
 from gptframe.model.position import LearnedPosition, Position, RoPE
@@ -24,7 +25,7 @@ FAULTS: list[tuple[str, str, type]] = []
 
 
 def sound(kind: str):
-    def enter(cls: type) -> type:
+    def enter(cls):
         SOUND.append((kind, cls))
         return cls
 
@@ -32,7 +33,7 @@ def sound(kind: str):
 
 
 def planted(kind: str, check: str):
-    def enter(cls: type) -> type:
+    def enter(cls):
         assert cls.__doc__, cls
         FAULTS.append((kind, check, cls))
         return cls
@@ -56,12 +57,17 @@ class Mixer(nn.Module):
     def ahead(self, x):
         return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
 
-    def pattern(self, x):
+    def hidden(self, x, ctx):
+        if ctx.documents is None:
+            return self.ahead(x)
+        return self.ahead(x) | (ctx.documents[:, :, None] != ctx.documents[:, None, :])
+
+    def pattern(self, x, ctx):
         scores = self.score(x) @ x.transpose(1, 2) / x.shape[-1] ** 0.5
-        return scores.masked_fill(self.ahead(x), -math.inf).softmax(-1)
+        return scores.masked_fill(self.hidden(x, ctx), -math.inf).softmax(-1)
 
     def forward(self, x, ctx):
-        return self.dropout(self.value(self.pattern(x) @ x))
+        return self.dropout(self.value(self.pattern(x, ctx) @ x))
 
 
 @sound("sublayer")
@@ -122,7 +128,7 @@ class FutureInTraining(Mixer):
 class FutureInBfloat16(Mixer):
     """The mask's value is no minus infinity in bfloat16."""
 
-    def pattern(self, x):
+    def pattern(self, x, ctx):
         scores = self.score(x) @ x.transpose(1, 2) / x.shape[-1] ** 0.5
         low = -8.0 if scores.dtype == torch.bfloat16 else -math.inf
         return scores.masked_fill(self.ahead(x), low).softmax(-1)
@@ -169,8 +175,8 @@ class FutureByConvolution(nn.Module):
 class MeanOverTheLength(Mixer):
     """Divides the sum over the past by the length of the sequence instead of the number of summands."""
 
-    def pattern(self, x):
-        return (~self.ahead(x)).to(x.dtype).expand(x.shape[0], -1, -1) / x.shape[1] + 0 * super().pattern(x)
+    def pattern(self, x, ctx):
+        return (~self.ahead(x)).to(x.dtype).expand(x.shape[0], -1, -1) / x.shape[1] + 0 * super().pattern(x, ctx)
 
 
 @planted("sublayer", "batch")
@@ -781,6 +787,89 @@ class NamesADevice(Pointwise):
         self.gain = nn.Parameter(torch.ones(cfg.d_model, device="cpu"))
 
 
+@planted("sublayer", "documents")
+class BlindToDocuments(Mixer):
+    """Looks at all earlier tokens, whatever their document."""
+
+    def hidden(self, x, ctx):
+        return self.ahead(x)
+
+
+@planted("sublayer", "losses")
+class LossOfEachToken(Pointwise):
+    """Adds a loss that is not reduced."""
+
+    def forward(self, x, ctx):
+        y = super().forward(x, ctx)
+        ctx.add_loss("size", y.square().mean(dim=-1))
+        return y
+
+
+@planted("sublayer", "losses")
+class LossWithoutGradient(Pointwise):
+    """Adds a loss through .detach()."""
+
+    def forward(self, x, ctx):
+        y = super().forward(x, ctx)
+        ctx.add_loss("size", y.detach().square().mean())
+        return y
+
+
+@planted("sublayer", "two_processes")
+class GainForSomeBatches(Pointwise):
+    """Uses its gain in some batches only."""
+
+    def forward(self, x, ctx):
+        y = self.matrix(x)
+        return y * self.gain if float(x.detach()[0, 0, 0]) > -1.3 else y
+
+
+@sound("sublayer")
+class Sum(nn.Module):
+    """A fading sum of the tokens so far, which a cache keeps as a state."""
+
+    incremental = True
+
+    def __init__(self, cfg, layer: int):
+        super().__init__()
+        self.matrix = with_role(nn.Linear(cfg.d_model, cfg.d_model, bias=False), "residual")
+
+    def keys(self, x, ctx):
+        return x.masked_fill((ctx.positions < 0)[..., None], 0.0) if ctx.positions.ndim == 2 else x
+
+    def before(self, x, ctx):
+        known = ctx.cache.state(self) if ctx.cache is not None else None
+        return torch.zeros_like(x[:, 0]) if known is None else known[0]
+
+    def forward(self, x, ctx):
+        total, sums = self.before(x, ctx), []
+        own = self.keys(x, ctx)
+        for t in range(x.shape[1]):
+            if ctx.documents is not None and t:
+                total = total * (ctx.documents[:, t] == ctx.documents[:, t - 1])[:, None]
+            total = 0.5 * total + own[:, t]
+            sums.append(total)
+        if ctx.cache is not None:
+            ctx.cache.set_state(self, total)
+        return self.matrix(torch.stack(sums, dim=1))
+
+
+@planted("sublayer", "cache")
+class StateForgotten(Sum):
+    """Begins each piece anew."""
+
+    def before(self, x, ctx):
+        return torch.zeros_like(x[:, 0])
+
+
+@planted("sublayer", "cache")
+class StateOfPadding(Sum):
+    """Takes padding into its state."""
+
+    def keys(self, x, ctx):
+        return x
+
+
 # Norms.
 
 
@@ -1135,3 +1224,100 @@ class AnglesOnTheCPU(Position):
 
     def forward(self, x, ctx):
         return x + 0.1 * torch.sin(ctx.positions[:, None] * torch.linspace(0, 1, self.dim)).to(x.dtype)
+
+
+# Blocks, and transforms of the model.
+
+
+@sound("topology")
+class Mixed(Block):
+    """The sublayers, then a trained part of the stream that came into the first block."""
+
+    def __init__(self, cfg, layer: int, residual_scale: float):
+        super().__init__(cfg, layer, residual_scale)
+        self.part = nn.Parameter(torch.full((1,), 0.1))
+
+    def forward(self, x, ctx):
+        first = ctx.shared.setdefault("mixed.first", x)
+        return super().forward(x, ctx) + self.part * first
+
+
+@planted("topology", "future")
+class ShiftedBack(Mixed):
+    """What it adds of the first stream is of the token after."""
+
+    def forward(self, x, ctx):
+        first = ctx.shared.setdefault("mixed.first", x)
+        return Block.forward(self, x, ctx) + self.part * F.pad(first[:, 1:], (0, 0, 0, 1))
+
+
+@planted("topology", "gradients")
+class SkipsItsLastSublayer(Mixed):
+    """Leaves out one of the sublayers that it was given."""
+
+    def forward(self, x, ctx):
+        first = ctx.shared.setdefault("mixed.first", x)
+        for _, sublayer in list(sublayers(self))[:-1]:
+            x = sublayer(x, ctx)
+        return x + self.part * first
+
+
+@planted("topology", "history")
+class KeepsTheFirstStream(Mixed):
+    """Keeps a stream on itself instead of in ctx.shared: it is that of the call before."""
+
+    last = None
+
+    def forward(self, x, ctx):
+        last, self.last = self.last, x.detach()
+        seen = x if last is None or last.shape != x.shape else last
+        return Block.forward(self, x, ctx) + self.part * seen
+
+
+class Gain(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((dim,), 0.5))
+
+    def forward(self, x):
+        return x * self.weight.to(x.dtype)
+
+
+@sound("transform")
+def gains(model):
+    """A gain for each sublayer."""
+    for module in list(model.modules()):
+        if isinstance(module, Sublayer):
+            module.out = Gain(model.cfg.d_model)
+
+
+@planted("transform", "parameters")
+def gains_twice(model):
+    """The same gain under two names."""
+    gains(model)
+    for block in model.blocks:
+        for _, sublayer in sublayers(block):
+            sublayer.again = sublayer.out
+
+
+@planted("transform", "initialization")
+def drawn_gains(model):
+    """Gains drawn from torch's generator."""
+    gains(model)
+    for module in model.modules():
+        if isinstance(module, Gain):
+            with torch.no_grad():
+                module.weight.copy_(torch.rand_like(module.weight))
+
+
+class TokenMean(nn.Module):
+    def forward(self, x):
+        return x - x.mean(dim=1, keepdim=True)
+
+
+@planted("transform", "future")
+def centred(model):
+    """Takes the mean over the tokens off each delta."""
+    for module in list(model.modules()):
+        if isinstance(module, Sublayer):
+            module.out = TokenMean()

@@ -258,7 +258,7 @@ def _obstacles(cfg: ModelConfig) -> list[str]:
         "residual_scale": (cfg.residual_scale, None),
         "logit_softcap": (cfg.logit_softcap, None),
         "head.name": (cfg.head["name"], "linear"),
-        "transforms": (sorted(cfg.transforms), []),
+        "transforms": (",".join(cfg.transforms), ""),
         "attention.n_kv_heads": (attention.get("n_kv_heads") or cfg.n_heads, cfg.n_heads),
         "attention.window": (attention.get("window"), None),
         "attention.qk_norm": (attention.get("qk_norm", "none"), "none"),

@@ -172,7 +172,7 @@ class Writer:
         self.need("residual_scale", cfg.residual_scale, None, 1.0)
         self.need("logit_softcap", cfg.logit_softcap, None)
         self.need("head.name", cfg.head["name"], "linear")
-        self.need("transforms", sorted(cfg.transforms), [])
+        self.need("transforms", ",".join(cfg.transforms), "")
         self.need("attention.softcap", self.attention.get("softcap"), None)
         for layer in range(cfg.n_layers):
             names = [section["name"] for section in cfg.block_of(layer)]

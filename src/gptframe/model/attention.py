@@ -73,15 +73,18 @@ class Attention(nn.Module):
         )
         self.position = position_at("attention", cfg)
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+    def project(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B,H,T,d], keys and values [B,Hk,T,d] of x[B,T,D], before positions."""
         q, k, v = self.q(x), self.k(x), self.v(x)  # [B, T, H * d]
         if self.norm_full:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (
-            t.view(*x.shape[:2], t.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2) for t in (q, k, v)
-        )  # [B, H, T, d]
+        q, k, v = (t.view(*x.shape[:2], t.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2) for t in (q, k, v))
         if not self.norm_full:
             q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        q, k, v = self.project(x, ctx)
         q, k = self.position.rotate(q, k, ctx)
         k_positions = ctx.positions
         if ctx.cache is not None:
@@ -121,14 +124,25 @@ class Attention(nn.Module):
         return F.dropout(pattern, dropout) @ v
 
     def mask(self, ctx: Context, k_positions: Tensor) -> Tensor:
-        """Bool, broadcastable to [B,H,T,S]: True where a query may look at a key."""
-        distance = ctx.positions[..., :, None] - k_positions[..., None, :]  # [T, S], or [B, T, S]
-        mask = distance >= 0
-        if distance.ndim == 3:  # padding, at positions below 0, is seen by padding alone
-            mask = (mask & ((k_positions >= 0)[:, None, :] | (ctx.positions < 0)[:, :, None]))[:, None]
-            distance = distance[:, None]
-        if self.window is not None:
-            mask = mask & (distance < self.window)
-        if ctx.documents is not None:
-            mask = mask & (ctx.documents[:, None, :, None] == ctx.documents[:, None, None, :])
-        return mask
+        """See `visible`."""
+        return visible(ctx, k_positions, self.window)
+
+
+def visible(ctx: Context, k_positions: Tensor, window: int | None = None) -> Tensor:
+    """Bool, broadcastable to [B,H,T,S]: True where a query may look at a key.
+
+    Keys up to the query's own position, of the same document, among the last `window`; padding looks at itself alone.
+
+    Args:
+        k_positions: Long[S] or Long[B,S], where the keys stand.
+    """
+    distance = ctx.positions[..., :, None] - k_positions[..., None, :]  # [T, S], or [B, T, S]
+    mask = distance >= 0
+    if distance.ndim == 3:  # padding, at positions below 0, is seen by padding alone
+        mask = (mask & ((k_positions >= 0)[:, None, :] | (ctx.positions < 0)[:, :, None]))[:, None]
+        distance = distance[:, None]
+    if window is not None:
+        mask = mask & (distance < window)
+    if ctx.documents is not None:
+        mask = mask & (ctx.documents[:, None, :, None] == ctx.documents[:, None, None, :])
+    return mask

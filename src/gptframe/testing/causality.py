@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gptframe.model.context import Context, KVCache
-from gptframe.testing.kit import MODEL_KINDS, Failure, Skip, check
+from gptframe.testing.kit import MODEL_KINDS, STREAM_KINDS, Failure, Skip, check
 from gptframe.testing.subject import Harness, Subject, randomized, run, set_mode, shape, weights_like
 
 # Rows of one product may differ in the last digits when another row changes their kernel's blocking.
@@ -222,8 +222,10 @@ def history(s: Subject) -> str:
     """what was computed before changes nothing: no hidden state between calls or instances"""
     harness, second = randomized(s.build()).eval(), randomized(s.build(seed=1), seed=8).eval()
     x, other = s.x(2, min(5, s.context)), s.x(3, s.context, seed=99) * 3
+    alike = s.x(2, min(5, s.context), seed=98)
     first = run(harness, x)
     for what, step in (
+        ("a call with other values of the same shape", lambda: run(harness, alike)),
         ("a call with other values", lambda: run(harness, other)),
         ("a call of another instance", lambda: run(second, x)),
         ("a call in training mode", lambda: run(harness.train(), other)),
@@ -304,3 +306,27 @@ def _padded(s: Subject, harness: Harness, x: Tensor) -> None:
             smallest=f"{shape(x)} with positions [[0, 1, ...], [-2, -1, 0, ...]], eval mode",
             cause="a token at a position below 0 is padding: no other may look at it (see Context)",
         )
+
+
+@check(*STREAM_KINDS)
+@torch.no_grad()
+def documents(s: Subject) -> str:
+    """where ctx.documents marks documents, no token sees another one"""
+    harness = randomized(s.build()).eval()
+    x, other = s.x(1, s.context), s.x(1, s.context, seed=99) * 3
+    places = torch.arange(s.context)
+    for start in sorted({1, s.context // 2}):
+        marks = (places >= start).long()[None]
+        whole = run(harness, x, Context(positions=places, documents=marks))
+        bound = 1e-4 * float(whole.abs().amax().clamp(min=1e-12))
+        changed = torch.cat([other[:, :start], x[:, start:]], dim=1)
+        moved = (run(harness, changed, Context(positions=places, documents=marks)) - whole).abs().amax(dim=(0, 2))
+        seen = [t for t in range(start, s.context) if not float(moved[t]) <= bound]
+        if seen:
+            raise Failure(
+                f"the output at token {seen[0]} moves by {float(moved[seen[0]]):.2g} when an earlier document changes",
+                smallest=f"{shape(x)}, the second document from token {start} on",
+                cause="texts may share a sequence: where ctx.documents is given, look only at tokens with the same "
+                "number (gptframe.model.attention.visible gives the mask)",
+            )
+    return ""

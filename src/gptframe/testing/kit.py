@@ -16,7 +16,8 @@ from gptframe.errors import UserError, nearest
 if TYPE_CHECKING:
     from gptframe.testing.subject import Subject
 
-MODEL_KINDS = ("sublayer", "norm", "activation", "position")
+MODEL_KINDS = ("sublayer", "norm", "activation", "position", "topology", "transform")
+STREAM_KINDS = ("sublayer", "topology", "transform")
 
 
 class Failure(AssertionError):
@@ -122,7 +123,16 @@ def checks_of(kind: str, only: Iterable[str] | None = None) -> list[Check]:
     Raises:
         UserError: a name in `only` is no check of this kind.
     """
-    for module in ("values", "causality", "training", "storage", "graph", "functions"):  # in the order of the checks
+    for module in (
+        "values",
+        "causality",
+        "training",
+        "storage",
+        "graph",
+        "functions",
+        "heads",
+        "callbacks",
+    ):  # in the order of the checks
         importlib.import_module(f"gptframe.testing.{module}")
     found = [c for c in CHECKS if kind in c.kinds]
     if only is None:

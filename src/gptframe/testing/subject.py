@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from gptframe.model.gpt import GPT, build_model
 from gptframe.model.init import initialize
 
 SMALL: dict[str, Any] = {"name": "conformance", "d_model": 32, "n_heads": 4, "context_length": 16, "vocab_size": 64}
+OF_A_STACK: dict[str, Any] = {**SMALL, "d_model": 16, "n_heads": 2, "context_length": 8}  # all of its blocks are tried
 
 
 class Harness(nn.Module):
@@ -34,7 +35,27 @@ class Harness(nn.Module):
             return self.core(x)
         if ctx is None:
             ctx = Context(positions=torch.arange(x.shape[1], device=x.device))
+        ctx.ids, ctx.shared = tokens_of(x), {}
         return self.core(x, ctx)
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    """Ids from 0 to 31 that go with the rows of x[B,T,D], each with its own: five signs, which no dtype changes."""
+    signs = (x.detach()[..., :5] > 0).long()
+    return (signs * (1 << torch.arange(signs.shape[-1], device=x.device))).sum(dim=-1)
+
+
+class Stack(nn.Module):
+    """The blocks of a model, as a map of the stream."""
+
+    def __init__(self, blocks: Iterable[nn.Module]):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        for block in self.blocks:
+            x = block(x, ctx)
+        return x
 
 
 class Subject:
@@ -45,7 +66,8 @@ class Subject:
         self.entry = registry.entry(kind, name)
         self.value, self.origin, self.file = self.entry.value, self.entry.origin, self.entry.file
         self.section = {"name": name, **self.options}
-        self.plain = cfg if cfg is not None else ModelConfig(**SMALL)
+        small = OF_A_STACK if kind in ("topology", "transform") else SMALL
+        self.plain = cfg if cfg is not None else ModelConfig(**small)
         self.cfg = self._place(self.plain)
         self.seat = getattr(self.value, "seat", "") if kind == "position" else ""
 
@@ -54,7 +76,9 @@ class Subject:
         if self.kind == "sublayer":
             block = [self.section] if self.name == "attention" else ["attention", self.section]
             return dataclasses.replace(cfg, block=block, layers={}, sublayers={"attention": {}, "mlp": {}})
-        if self.kind in ("norm", "activation", "position", "init"):
+        if self.kind == "transform":
+            return dataclasses.replace(cfg, transforms={self.name: self.options})
+        if self.kind in ("norm", "activation", "position", "init", "topology", "head"):
             seats: dict[str, Any] = {self.kind: self.section}
             return dataclasses.replace(cfg, **seats)
         return cfg
@@ -80,6 +104,8 @@ class Subject:
             if self.kind == "position" and self.seat == "attention":
                 # attention is where such a position acts, and turns it into a map of the stream
                 core = registry.build("sublayer", {"name": "attention"}, self.cfg, layer, key="model.attention")
+            elif self.kind in ("topology", "transform"):
+                core = Stack(GPT(self.cfg).blocks)
             else:
                 arguments = {
                     "sublayer": (self.cfg, layer),
@@ -99,11 +125,15 @@ class Subject:
         return harness
 
     def part(self, harness: Harness) -> Any:
-        """The part itself, which attention holds where it is a position of that seat."""
+        """The part itself: attention holds a position of its seat, and a stack the blocks."""
+        if self.kind == "topology":
+            return harness.core.get_submodule("blocks.0")
         return harness.core.position if harness.seat == "attention" else harness.core
 
     @functools.cached_property
     def incremental(self) -> bool:
+        if self.kind in ("topology", "transform"):
+            return all(getattr(block, "incremental", False) for block in GPT(self.cfg).blocks)
         return bool(getattr(self.value, "incremental", False))
 
     def model(self, seed: int = 0, device: str = "cpu") -> GPT:

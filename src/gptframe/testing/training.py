@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import select
+import signal
+import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from gptframe.model.context import Context
+from gptframe.model.gpt import GPT
 from gptframe.model.position import Position
-from gptframe.testing.kit import MODEL_KINDS, Failure, Skip, check
+from gptframe.testing.kit import MODEL_KINDS, STREAM_KINDS, Failure, Skip, check
 from gptframe.testing.subject import Harness, Subject, randomized, run, set_mode, shape, weights_like
 from gptframe.training.optimizer import param_groups
 
@@ -279,7 +286,7 @@ def parameters(s: Subject) -> str:
 def optimizer_groups(s: Subject) -> str:
     """each parameter is in one group of the optimiser, and no vector is decayed"""
     model = s.model()
-    owner = type(s.part(s.build()))
+    owner = GPT if s.kind == "transform" else type(s.part(s.build()))
     roles: dict[str, str] = {}
     for group in param_groups(model):
         for name in group["param_names"]:
@@ -289,7 +296,7 @@ def optimizer_groups(s: Subject) -> str:
         if type(module) is not owner:
             continue
         for path, parameter in module.named_parameters():
-            name = f"{prefix}.{path}"
+            name = f"{prefix}.{path}".lstrip(".")
             if parameter.requires_grad and name not in roles:
                 if parameter is model.token_embedding.weight:
                     continue
@@ -305,3 +312,121 @@ def optimizer_groups(s: Subject) -> str:
                     "in forward",
                 )
     return ", ".join(f"{n} {role}" for role, n in counts.items()) or "no parameters"
+
+
+@check(*STREAM_KINDS)
+def losses(s: Subject) -> str:
+    """what it adds to the loss is a finite scalar with a gradient, and what it logs is a scalar"""
+    harness, x = randomized(s.build()).train(), s.x(2, s.context)
+    ctx = Context(positions=torch.arange(s.context), losses={}, metrics={})
+    run(harness, x.requires_grad_(), ctx)
+    assert ctx.losses is not None and ctx.metrics is not None
+    for name, value in [*ctx.losses.items(), *((n, v) for n, values in ctx.metrics.items() for v in values)]:
+        if not isinstance(value, Tensor) or value.ndim or not bool(value.isfinite()):
+            got = f"{list(value.shape)}" if isinstance(value, Tensor) and value.ndim else str(value)
+            raise Failure(
+                f"{name!r} is {got} and not a finite scalar", smallest=shape(x), cause="reduce it, as in value.mean()"
+            )
+    for name, value in ctx.losses.items():
+        if not value.requires_grad:
+            raise Failure(
+                f"the loss {name!r} has no gradient",
+                smallest=shape(x),
+                cause="detach(), .item() or a count: use ctx.log",
+            )
+    if not ctx.losses and not ctx.metrics:
+        raise Skip("adds no loss and logs nothing")
+    return f"adds {', '.join(ctx.losses) or 'none'}, logs {', '.join(ctx.metrics) or 'nothing'}"
+
+
+SECONDS = 60  # after which two processes that talk to each other are taken for stuck
+
+
+@check(*STREAM_KINDS)
+def two_processes(s: Subject) -> str:
+    """data parallelism over two processes gives the gradients of one with both batches"""
+    harness = randomized(s.build()).eval()
+    if not any(p.requires_grad for p in harness.parameters()):
+        raise Skip("no parameters")
+    if not hasattr(os, "fork") or torch.cuda.is_initialized():
+        raise Skip("needs a system that can fork, and no GPU in use")
+    batches = [s.x(2, s.context, seed=rank) for rank in range(2)]
+    alone = [_backward(harness, x) for x in batches]
+    harness.zero_grad(set_to_none=True)
+    with tempfile.TemporaryDirectory() as folder:
+        answers = _in_two_processes(harness, batches, f"file://{folder}/meeting")
+    for answer in answers:
+        if "unreachable" in answer:
+            raise Skip(f"two processes cannot meet here: {answer['unreachable']}")
+        if "error" in answer:
+            raise Failure(
+                f"in two processes: {answer['error']}",
+                smallest=f"{shape(batches[0])} in each",
+                cause="each parameter must take part in every forward, whatever the batch",
+            )
+    for name, grad in alone[0].items():
+        other = alone[1][name]
+        if name == "x" or grad is None or other is None:
+            continue
+        wanted = float(((grad + other) / 2).double().norm())
+        for answer in answers:
+            if abs(answer[name] - wanted) > 1e-3 * max(wanted, 1e-6):
+                raise Failure(
+                    f"in two processes the gradient of {name} has norm {answer[name]:.4g}, and {wanted:.4g} in one",
+                    smallest=f"{shape(batches[0])} in each",
+                    cause="its use depends on the batch, or it is used outside forward",
+                )
+    return ""
+
+
+def _in_two_processes(harness: Harness, batches: list[Tensor], meeting: str) -> list[dict[str, Any]]:
+    """What each of two forked processes says: the norms of its gradients by name, or `error`."""
+    import torch.nn.parallel.distributed  # noqa: F401 - here, so that the children need not
+
+    children = []
+    for rank, x in enumerate(batches):
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            answer = _one_of_two(harness, x, rank, meeting)
+            os.write(writing, json.dumps(answer).encode())
+            os._exit(0)
+        os.close(writing)
+        children.append((pid, reading))
+    answers: list[dict[str, Any]] = []
+    for pid, reading in children:
+        text = b""
+        while select.select([reading], [], [], SECONDS)[0]:
+            part = os.read(reading, 1 << 16)
+            text += part
+            if not part:
+                break
+        else:
+            os.kill(pid, signal.SIGKILL)
+        os.close(reading)
+        os.waitpid(pid, 0)
+        answers.append(json.loads(text) if text else {"error": "one process waits for the other without an end"})
+    return answers
+
+
+def _one_of_two(harness: Harness, x: Tensor, rank: int, meeting: str) -> dict[str, Any]:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    try:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    except BaseException as error:
+        return {"unreachable": str(error).splitlines()[0][:120]}
+    try:
+        parallel = DistributedDataParallel(harness)
+        for _ in range(2):  # a parameter left out by the first pass is told by the second
+            harness.zero_grad(set_to_none=True)
+            y = run(parallel, x)  # type: ignore[arg-type]
+            (y * weights_like(y)).sum().backward()
+        return {n: float(p.grad.double().norm()) for n, p in harness.core.named_parameters() if p.grad is not None}
+    except BaseException as error:
+        return {"error": " ".join(str(error).split())[:200]}

@@ -201,10 +201,10 @@ def scale(s: Subject) -> str:
     for size in (0.02, 1.0) if s.kind == "norm" else (1.0,):
         x = s.x(4, s.context) * size
         y = run(harness, x)
-        if s.kind == "position" and s.seat == "embedding":
+        if s.kind in ("topology", "transform") or s.seat == "embedding":
             y = y - x
         ratio = rms(y)
-        bound = {"sublayer": 1.0, "norm": 2.0, "activation": 5.0, "position": 2.0}[s.kind]
+        bound = {"sublayer": 1.0, "norm": 2.0, "activation": 5.0, "position": 2.0}.get(s.kind, 2.0)
         seen.append(f"{ratio:.2g}")
         if ratio > bound:
             raise Failure(

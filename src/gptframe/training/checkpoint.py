@@ -12,12 +12,13 @@ import re
 import sys
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gptframe.config import ModelConfig
 from gptframe.errors import UserError
 
 if TYPE_CHECKING:
@@ -193,17 +194,25 @@ def check_plugins(meta: Mapping[str, Any], path: Path) -> None:
             )
 
 
-def check_compatible(meta: Mapping[str, Any], model: Mapping[str, Any], path: Path) -> None:
+def check_compatible(
+    meta: Mapping[str, Any], model: Mapping[str, Any], path: Path, also_free: Sequence[str] = ()
+) -> None:
     """Refuse a checkpoint of another architecture.
 
     Args:
         meta: the checkpoint's own description.
         model: `ModelConfig` as plain containers.
+        also_free: keys that may differ, beside the name, dropout and initialisation.
 
     Raises:
         UserError: the differing options.
     """
-    saved, now = ({k: v for k, v in side.items() if k not in _FREE} for side in (meta.get("model", {}), model))
+    # a checkpoint may be older than an option, which then had its default
+    defaults = {key: value for key, value in vars(ModelConfig()).items() if key in model}
+    free = {*_FREE, *also_free}
+    saved, now = (
+        {k: v for k, v in side.items() if k not in free} for side in ({**defaults, **meta.get("model", {})}, model)
+    )
     lines = differences(saved, now)
     if lines:
         raise UserError(f"{path} is of another architecture: {'; '.join(lines)}")
@@ -226,8 +235,8 @@ def used_plugins(model: Mapping[str, Any], sections: Mapping[str, Any] | None = 
                 collect(inner)
 
     collect(model)
-    collect(list(model.get("transforms", {})))
-    collect(list((sections or {}).get("callbacks", {}).get("extra", {})))
+    collect(list(model.get("transforms") or {}))
+    collect(list((sections or {}).get("callbacks", {}).get("extra") or {}))
     collect({k: v.get("name") for k, v in (sections or {}).items()})
     return {key: origin for key, origin in registry.origins().items() if key.partition("/")[2] in names}
 
@@ -252,8 +261,11 @@ def load_weights(model: GPT, run_dir: str | Path, config: Mapping[str, Any]) -> 
         raise UserError(f"init_from={run_dir} has no checkpoint yet")
     checkpoint = load(path)
     check_plugins(checkpoint.get(META, {}), path)
-    check_compatible(checkpoint.get(META, {}), config, path)
-    model.load_state_dict(model_state(checkpoint))
+    check_compatible(checkpoint.get(META, {}), config, path, also_free=["transforms"])
+    missing, unexpected = model.load_state_dict(model_state(checkpoint), strict=False)
+    if unexpected or (missing and not config.get("transforms")):
+        lost = [*unexpected, *missing][0]
+        raise UserError(f"init_from={run_dir}: {lost} is in one of the two models only; see model.transforms")
     return path
 
 
