@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -97,8 +98,7 @@ def test_what_new_writes_passes_every_check_and_is_not_overwritten(kind, tmp_pat
     code, out, _ = run(capsys, "new", kind, f"fresh_{kind}", "--dir", str(tmp_path))
     assert code == 0
     written = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
-    group = {"sublayer": "experiment", "corpus": "data"}.get(kind, kind)
-    name = f"fresh_{kind}"
+    group, name = TEMPLATES[kind].group, f"fresh_{kind}"
     assert written == [f"conf/{group}/{name}.yaml", f"{name}.py", f"test_{name}.py"]
     code, out, _ = run(capsys, "check", str(tmp_path / f"{name}.py"))
     assert code == 0 and "FAIL" not in out and re.search(r"\d+ checks? passed", out), out
@@ -109,17 +109,20 @@ def test_what_new_writes_passes_every_check_and_is_not_overwritten(kind, tmp_pat
     assert (tmp_path / f"{name}.py").read_text() == before + "# mine\n"
 
 
-def test_the_option_that_new_writes_composes_and_trains_the_part(tmp_path, capsys):
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_the_option_that_new_writes_composes_and_trains_the_part(kind, tmp_path, capsys, monkeypatch):
     from gptframe.cli import _configure
-    from gptframe.model import build_model
+    from gptframe.training.run import train
 
-    for kind in ("sublayer", "norm", "activation", "position"):
-        assert run(capsys, "new", kind, f"opt_{kind}", "--dir", str(tmp_path))[0] == 0
-        plugin = f"plugins=[{tmp_path / f'opt_{kind}.py'}]"
-        choice = f"experiment=opt_{kind}" if kind == "sublayer" else f"{kind}=opt_{kind}"
-        config = _configure([plugin, choice], [str(tmp_path / "conf")])
-        kinds = {type(module).__name__ for module in build_model(config.model).modules()}
-        assert f"Opt{kind.capitalize()}" in kinds
+    monkeypatch.chdir(tmp_path)
+    name = f"opt_{kind}"
+    out = run(capsys, "new", kind, name)[1]
+    (command,) = re.findall(r"gptframe train --config-dir (\S+) (.*)", out)
+    short = ["trainer.max_steps=2", "trainer.val_batches=1", "callbacks=none", "data.baseline_order=0", "run_dir=run"]
+    short = [s for s in short if "baseline" not in s or kind != "corpus"]
+    given = [*shlex.split(command[1]), *short]
+    assert train(_configure(given, [command[0]]), given).exit_code == 0
+    assert f"{kind}/{name}" in json.loads(Path("run/manifest.json").read_text())["plugins"]
 
 
 def test_the_test_that_new_writes_passes(tmp_path, capsys):

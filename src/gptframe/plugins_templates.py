@@ -40,6 +40,10 @@ class {Class}(nn.Module):
 
     def forward(self, x: Tensor, ctx) -> Tensor:
         before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)  # [B, T, D], one token later
+        if ctx.documents is not None:  # several texts in a sequence (data.mask_documents): none sees another
+            first = torch.ones_like(ctx.documents[:, :1], dtype=torch.bool)
+            first = torch.cat([first, ctx.documents[:, 1:] != ctx.documents[:, :-1]], dim=1)
+            before = before.masked_fill(first[..., None], 0.0)
         return self.strength * self.mix(before)
 '''
 
@@ -192,7 +196,189 @@ class {Class}:
         return f"{name}-1-{{self.largest}}"
 '''
 
+TOPOLOGY = '''"""A block of your own: it maps the stream x[B,T,D] through the sublayers that the config gives it."""
+
+import torch
+from torch import Tensor, nn
+
+from gptframe import register
+from gptframe.model.block import Block
+
+
+@register("topology", "{name}")
+class {Class}(Block):
+    """The sublayers in sequence, then a trained part of the stream that came into the first block.
+
+    Args:
+        strength: of that part at the start.
+    """
+
+    def __init__(self, cfg, layer: int, residual_scale: float, strength: float = 0.1):
+        super().__init__(cfg, layer, residual_scale)
+        self.strength = nn.Parameter(torch.full((1,), strength))
+
+    def forward(self, x: Tensor, ctx) -> Tensor:
+        first = ctx.shared.setdefault("{name}.first", x)
+        return super().forward(x, ctx) + self.strength.to(x.dtype) * first
+'''
+
+HEAD = '''"""A head of your own: from the normalised stream x[..., D] and the matrix weight[V, D] to logits and loss."""
+
+from torch import Tensor
+
+from gptframe import register
+from gptframe.model.head import Head
+
+
+@register("head", "{name}")
+class {Class}(Head):
+    """The usual head, and a pull of log Z = logsumexp(logits) towards 0 in training (z-loss, PaLM, 2022).
+
+    Args:
+        weight: of the mean of (log Z)^2.
+    """
+
+    def __init__(self, cfg, weight: float = 1e-4):
+        super().__init__(cfg)
+        self.weight = weight
+
+    def loss(self, x: Tensor, weight: Tensor, targets: Tensor, ctx) -> Tensor:
+        if self.training:  # train_loss stays the cross-entropy; this is logged beside it
+            ctx.add_loss("{name}", self.weight * self.forward(x, weight).float().logsumexp(dim=-1).square().mean())
+        return super().loss(x, weight, targets, ctx)
+'''
+
+TRANSFORM = '''"""A transform of your own: it changes the built model in place, before its weights are initialised."""
+
+import torch
+from torch import Tensor, nn
+
+from gptframe import register
+from gptframe.model.block import Sublayer
+
+
+class Gain(nn.Module):
+    """gain * x, one number for all channels."""
+
+    def __init__(self, start: float):
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((1,), start))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain.to(x.dtype)
+
+
+@register("transform", "{name}")
+def {name}(model, start: float = 0.5):
+    """A trained gain for what each sublayer adds to the stream.
+
+    Args:
+        start: of every gain.
+    """
+    for module in list(model.modules()):
+        if isinstance(module, Sublayer):
+            gain = Gain(start)
+            module.out = gain if isinstance(module.out, nn.Identity) else nn.Sequential(module.out, gain)
+'''
+
+CALLBACK = '''"""A callback of your own: Lightning calls it between the parts of a step."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+
+from gptframe import register
+
+
+@register("callback", "{name}")
+class {Class}(pl.Callback):
+    """Lowers the rate of every later step when the loss is worse than it has been.
+
+    Args:
+        factor: of the rate, each time.
+    """
+
+    def __init__(self, factor: float = 0.99):
+        self.factor, self.best, self.scale = factor, float("inf"), 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed run is the same run."""
+        return {{"best": self.best, "scale": self.scale}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.scale = state["best"], state["scale"]
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        loss = float(pl_module.last_loss)
+        if loss > self.best:
+            self.scale *= self.factor
+        self.best = min(self.best, loss)
+        for group in optimizer.param_groups:
+            group["lr"] *= self.scale
+'''
+
+INIT = '''"""An initialisation of your own: the standard deviation of each matrix."""
+
+from gptframe import register
+
+
+@register("init", "{name}")
+def {name}(role: str, shape: tuple[int, ...], cfg, std: float = 0.02, embedding_std: float | None = None) -> float:
+    """1 / sqrt(inputs), less for what writes to the stream of a deep model; embeddings and head as they are told.
+
+    Args:
+        std: of embeddings and head.
+        embedding_std: of embeddings alone; null for `std`.
+    """
+    if role == "embedding" and embedding_std is not None:
+        return embedding_std
+    if role in ("embedding", "head"):
+        return std
+    return shape[1] ** -0.5 / ((2 * cfg.n_layers) ** 0.5 if role == "residual" else 1)
+'''
+
+TOKENIZER = '''"""A tokenizer of your own: text to ids below vocab_size, and back."""
+
+from typing import Any
+
+from gptframe import register
+from gptframe.data.tokenizer import Source, Tokenizer
+
+
+@register("tokenizer", "{name}")
+class {Class}(Tokenizer):
+    """Bytes, of which pairs of the same one count as one token; 0 ends a text.
+
+    Args:
+        pairs: whether pairs have ids of their own.
+    """
+
+    bos_id = eos_id = 0
+
+    def __init__(self, source: Source, pairs: bool = True) -> None:
+        self.pairs = pairs
+        self.vocab_size = 1 + (512 if pairs else 256)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for byte in text.encode():
+            if self.pairs and ids and ids[-1] == byte + 1:
+                ids[-1] = byte + 257
+            else:
+                ids.append(byte + 1)
+        return ids
+
+    def _decode(self, ids: list[int], skip_special: bool) -> str:
+        text = b"".join(bytes([(i - 1) % 256]) * (2 if i > 256 else 1) for i in ids if i)
+        return text.decode(errors="replace")
+
+    def _state(self) -> dict[str, Any]:
+        """From which the same tokenizer is made when a run is loaded."""
+        return {{"pairs": self.pairs}}
+'''
+
 SECTION = "# @package model.{kind}\nname: {name}\n"
+EXPERIMENT = "# @package _global_\nname: {name}\n"
 TEMPLATES = {
     "sublayer": Template(
         "experiment",
@@ -216,6 +402,43 @@ TEMPLATES = {
         "name: {name}\nlr: 0.1\nmomentum: 0.9\nweight_decay: 0.001\n",
         "optimizer={name}",
         OPTIMIZER,
+    ),
+    "topology": Template(
+        "experiment",
+        EXPERIMENT + "model:\n  topology:\n    name: {name}\n    strength: 0.1\n",
+        "experiment={name}",
+        TOPOLOGY,
+    ),
+    "head": Template(
+        "experiment",
+        EXPERIMENT + "model:\n  head:\n    name: {name}\n    weight: 1.0e-4\n",
+        "experiment={name}",
+        HEAD,
+    ),
+    "transform": Template(
+        "experiment",
+        EXPERIMENT + "model:\n  transforms:\n    {name}:\n      start: 0.5\n",
+        "experiment={name}",
+        TRANSFORM,
+    ),
+    "callback": Template(
+        "experiment",
+        EXPERIMENT + "callbacks:\n  extra:\n    {name}:\n      factor: 0.99\n",
+        "experiment={name}",
+        CALLBACK,
+    ),
+    "init": Template(
+        "experiment",
+        EXPERIMENT + "model:\n  init:\n    name: {name}\n    std: 0.02\n",
+        "experiment={name}",
+        INIT,
+    ),
+    "tokenizer": Template(
+        "tokenizer",
+        "# @package _global_\ntokenizer:\n  name: {name}\n  pairs: true\nmodel:\n"
+        "  vocab_size: null   # as many as there are\n",
+        "tokenizer={name}",
+        TOKENIZER,
     ),
     "corpus": Template(
         "data", "name: {name}\nlargest: 60\n", "data={name} tokenizer=byte model.vocab_size=257", CORPUS

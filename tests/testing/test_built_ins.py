@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from torch import nn
 
 from gptframe import plugins, registry
 from gptframe.errors import UserError
+from gptframe.model.head import Head
 from gptframe.testing import conformance
 
 pytest_plugins = ["gptframe.testing.pytest_plugin"]
@@ -136,7 +139,45 @@ class _Once:
         return "once"
 
 
+class _MeanLoss(Head):
+    def loss(self, x, weight, targets, ctx):
+        return super().loss(x, weight, targets, ctx) / targets.numel()
+
+
+class _MixesTokens(Head):
+    def forward(self, x, weight):
+        return super().forward(x - x.mean(dim=-2, keepdim=True), weight)
+
+
+class _Unused(Head):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.extra = nn.Linear(cfg.d_model, cfg.d_model)
+
+
+class _Forgets(pl.Callback):
+    """Lowers the rate from step to step, and begins anew after a resume."""
+
+    def __init__(self):
+        self.factor = 1.0
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.factor *= 0.5
+        for group in optimizer.param_groups:
+            group["lr"] *= self.factor
+
+
+class _Breaks(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        raise ValueError("broken")
+
+
 FAULTS = [
+    ("head", _MeanLoss, "cross_entropy", "and forward's logits a cross-entropy of"),
+    ("head", _MixesTokens, "each_token", "change with the stream at token"),
+    ("head", _Unused, "head_gradients", "no gradient reaches extra.weight"),
+    ("callback", _Forgets, "checkpointed", "resumed after 3 of 6 steps"),
+    ("callback", _Breaks, "contract", "in a training of 6 steps it raised ValueError: broken"),
     ("schedule", _zero, "contract", "the multiplier is NoneType"),
     ("schedule", _restless, "pure", "asked again"),
     ("optimizer", _none, "contract", "NoneType is no torch.optim.Optimizer"),

@@ -34,7 +34,7 @@ from gptframe.config import ModelConfig
 from gptframe.errors import UserError
 from gptframe.model.activation import Activation
 from gptframe.model.attention import Attention
-from gptframe.model.block import sublayers
+from gptframe.model.block import Sublayer, sublayers
 from gptframe.model.gpt import GPT, build_model
 from gptframe.model.mlp import MLP
 from gptframe.model.norm import LayerNorm, RMSNorm
@@ -193,9 +193,10 @@ def _kv_heads(cfg: ModelConfig) -> int:
 def _part(name: str, model: GPT) -> str:
     first, *rest = name.split(".")
     if first == "blocks":
-        return (
-            "norm" if rest[2] in ("pre", "out", "post") else str(model.get_submodule(".".join([first, *rest[:2]])).name)
-        )
+        owner = model.get_submodule(".".join([first, *rest[:2]])) if len(rest) > 2 else None
+        if not isinstance(owner, Sublayer):
+            return "block"
+        return "norm" if rest[2] in ("pre", "out", "post") else owner.name
     return {"token_embedding": "embedding", "embedding_norm": "norm", "final_norm": "norm"}.get(first, first)
 
 
@@ -248,11 +249,12 @@ def _formulas(model: GPT, cfg: ModelConfig) -> dict[str, Formula]:
     for name in ("embedding_norm", "final_norm"):
         if not isinstance(getattr(model, name), nn.Identity):
             _add(found, name, _norm(cfg, "D"))
+    norm = lookup("norm", cfg.norm["name"])
     for layer, block in enumerate(model.blocks):
         for section, (label, sublayer) in zip(cfg.block_of(layer), sublayers(block), strict=False):
             prefix = f"blocks.{layer}.{label}"
             for seat in ("pre", "out", "post"):
-                if not isinstance(getattr(sublayer, seat), nn.Identity):
+                if type(getattr(sublayer, seat)) is norm:  # a transform may have put something else there
                     _add(found, f"{prefix}.{seat}", _norm(cfg, "D"))
             _add(found, f"{prefix}.core", _own("sublayer", section, cfg, (cfg, layer)))
     return found
