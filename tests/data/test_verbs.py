@@ -3,7 +3,6 @@
 import pytest
 
 from gptframe.data import grammar
-from gptframe.data.batches import slot_batch
 from gptframe.data.tokenizer import ClosedTokenizer, Source
 from gptframe.data.verbs import HELD_OUT, TENSES, VERBS, VerbsCorpus, VerbsFullCorpus, full_clause
 
@@ -278,17 +277,6 @@ def test_slots_ask_for_what_is_determined(corpus):
         tense = "going_to" if slot.language == "es" and slot.tense == "future" else slot.tense
         assert " ".join(slot.answer) == function(slot.verb, tense, grammar.PERSONS.index(slot.person))
     assert {s.regular for s in slots} == {True, False}
-
-
-def test_slot_batch_targets_the_answers_only(corpus):
-    tokenizer = ClosedTokenizer(Source(corpus))
-    slots = corpus.slots("val", limit=20)
-    batch = slot_batch(slots, tokenizer)
-    for slot, ids, targets in zip(slots, batch["ids"], batch["targets"], strict=True):
-        answer = tokenizer.encode(" ".join(slot.answer))
-        assert targets[targets != -100].tolist() == answer
-        first = int((targets != -100).nonzero()[0])
-        assert ids[: first + 1].tolist() == [1, *tokenizer.encode(" ".join(slot.prompt))]
 
 
 def test_full_corpus_has_all_verbs_tenses_and_persons():

@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptframe.data.tokenizer import Tokenizer
 from gptframe.data.tokens import TokenStore
-from gptframe.data.verbs import Slot
 from gptframe.errors import UserError
 
 IGNORE = -100  # torch.nn.functional.cross_entropy's ignore_index
@@ -175,21 +173,3 @@ class ValBatches:
             first = (batch * self._ranks + self._rank) * self._size
             windows = np.arange(first, first + self._size)
             yield self._windows.at(np.where(windows < self._windows.count, windows, -1))
-
-
-def slot_batch(slots: Sequence[Slot], tokenizer: Tokenizer) -> dict[str, Tensor]:
-    """Sentences up to and with the words asked for: `ids` and `targets`, Long[n, T]; only the answers are targets.
-
-    A slot is right where the model's most likely token equals the target at every position that has one:
-    `((logits.argmax(-1) == targets) | (targets == -100)).all(1)`.
-    """
-    bos = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
-    rows = [(bos + tokenizer.encode(" ".join(s.prompt)), tokenizer.encode(" ".join(s.answer))) for s in slots]
-    length = max((len(prompt) + len(answer) for prompt, answer in rows), default=1) - 1
-    ids = torch.full((len(rows), length), tokenizer.pad_id or 0, dtype=torch.long)
-    targets = torch.full((len(rows), length), IGNORE, dtype=torch.long)
-    for i, (prompt, answer) in enumerate(rows):
-        words = torch.tensor(prompt + answer)
-        ids[i, : len(words) - 1] = words[:-1]
-        targets[i, len(prompt) - 1 : len(words) - 1] = words[len(prompt) :]
-    return {"ids": ids, "targets": targets}

@@ -103,18 +103,15 @@ def _blocks_up_to(path: Path, step: int) -> list[str]:
 
 
 @torch.no_grad()
-def slot_accuracy(model: GPT, slots: Any, tokenizer: Any, batch_size: int = 256) -> float | None:
-    """The part of the held-out verb forms that the model finds: its most likely word at every word of the form."""
-    from gptframe.data.batches import slot_batch
+def slot_accuracy(model: GPT, slots: Any, tokenizer: Any) -> float | None:
+    """The part of the held-out verb forms that the model finds, its most likely token right at every token of the form.
+
+    None where no sentence fits the context.
+    """
+    from gptframe.evaluate import slot_hits
 
     was_training = model.training
     model.eval()
-    device, right = model.token_embedding.weight.device, 0
-    slots = [s for s in slots if len(s.prompt) + len(s.answer) <= model.cfg.context_length]
-    for i in range(0, len(slots), batch_size):
-        batch = slot_batch(slots[i : i + batch_size], tokenizer)
-        ids, targets = batch["ids"].to(device), batch["targets"].to(device)
-        guess = model(ids).argmax(-1)
-        right += int(((guess == targets) | (targets == -100)).all(1).sum())
+    hits = [hit for hit in slot_hits(model, list(slots), tokenizer, batch_size=256) if hit is not None]
     model.train(was_training)
-    return right / len(slots) if slots else None
+    return sum(hits) / len(hits) if hits else None
