@@ -166,8 +166,9 @@ def entry(kind: str, name: str, key: str = "") -> Entry:
     if isinstance(name, str) and ":" in name:
         return _import_path(kind, name, where)
     if not isinstance(name, str) or name not in _table[kind]:
+        listing = f"Known: {', '.join(known)}" if known else "None ships here"
         raise UserError(
-            f"{where}unknown {kind} {name!r}. {nearest(name, known)}Known: {', '.join(known)}. "
+            f"{where}unknown {kind} {name!r}. {nearest(name, known)}{listing}. "
             f"Add one with plugins=[file.py] or plugins=[package.module]"
         )
     return _table[kind][name]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MODEL_KINDS = ("sublayer", "norm", "activation", "position", "topology", "transform")
 STREAM_KINDS = ("sublayer", "topology", "transform")
+MODULES = ("values", "causality", "training", "processes", "storage", "graph", "functions", "heads", "callbacks")
 
 
 class Failure(AssertionError):
@@ -123,16 +124,7 @@ def checks_of(kind: str, only: Iterable[str] | None = None) -> list[Check]:
     Raises:
         UserError: a name in `only` is no check of this kind.
     """
-    for module in (
-        "values",
-        "causality",
-        "training",
-        "storage",
-        "graph",
-        "functions",
-        "heads",
-        "callbacks",
-    ):  # in the order of the checks
+    for module in MODULES:  # in the order of the checks
         importlib.import_module(f"gptframe.testing.{module}")
     found = [c for c in CHECKS if kind in c.kinds]
     if only is None:

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import select
-import signal
-import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -337,96 +332,3 @@ def losses(s: Subject) -> str:
     if not ctx.losses and not ctx.metrics:
         raise Skip("adds no loss and logs nothing")
     return f"adds {', '.join(ctx.losses) or 'none'}, logs {', '.join(ctx.metrics) or 'nothing'}"
-
-
-SECONDS = 60  # after which two processes that talk to each other are taken for stuck
-
-
-@check(*STREAM_KINDS)
-def two_processes(s: Subject) -> str:
-    """data parallelism over two processes gives the gradients of one with both batches"""
-    harness = randomized(s.build()).eval()
-    if not any(p.requires_grad for p in harness.parameters()):
-        raise Skip("no parameters")
-    if not hasattr(os, "fork") or torch.cuda.is_initialized():
-        raise Skip("needs a system that can fork, and no GPU in use")
-    batches = [s.x(2, s.context, seed=rank) for rank in range(2)]
-    alone = [_backward(harness, x) for x in batches]
-    harness.zero_grad(set_to_none=True)
-    with tempfile.TemporaryDirectory() as folder:
-        answers = _in_two_processes(harness, batches, f"file://{folder}/meeting")
-    for answer in answers:
-        if "unreachable" in answer:
-            raise Skip(f"two processes cannot meet here: {answer['unreachable']}")
-        if "error" in answer:
-            raise Failure(
-                f"in two processes: {answer['error']}",
-                smallest=f"{shape(batches[0])} in each",
-                cause="each parameter must take part in every forward, whatever the batch",
-            )
-    for name, grad in alone[0].items():
-        other = alone[1][name]
-        if name == "x" or grad is None or other is None:
-            continue
-        wanted = float(((grad + other) / 2).double().norm())
-        for answer in answers:
-            if abs(answer[name] - wanted) > 1e-3 * max(wanted, 1e-6):
-                raise Failure(
-                    f"in two processes the gradient of {name} has norm {answer[name]:.4g}, and {wanted:.4g} in one",
-                    smallest=f"{shape(batches[0])} in each",
-                    cause="its use depends on the batch, or it is used outside forward",
-                )
-    return ""
-
-
-def _in_two_processes(harness: Harness, batches: list[Tensor], meeting: str) -> list[dict[str, Any]]:
-    """What each of two forked processes says: the norms of its gradients by name, or `error`."""
-    import torch.nn.parallel.distributed  # noqa: F401 - here, so that the children need not
-
-    children = []
-    for rank, x in enumerate(batches):
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            answer = _one_of_two(harness, x, rank, meeting)
-            os.write(writing, json.dumps(answer).encode())
-            os._exit(0)
-        os.close(writing)
-        children.append((pid, reading))
-    answers: list[dict[str, Any]] = []
-    for pid, reading in children:
-        text = b""
-        while select.select([reading], [], [], SECONDS)[0]:
-            part = os.read(reading, 1 << 16)
-            text += part
-            if not part:
-                break
-        else:
-            os.kill(pid, signal.SIGKILL)
-        os.close(reading)
-        os.waitpid(pid, 0)
-        answers.append(json.loads(text) if text else {"error": "one process waits for the other without an end"})
-    return answers
-
-
-def _one_of_two(harness: Harness, x: Tensor, rank: int, meeting: str) -> dict[str, Any]:
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    try:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    except BaseException as error:
-        return {"unreachable": str(error).splitlines()[0][:120]}
-    try:
-        parallel = DistributedDataParallel(harness)
-        for _ in range(2):  # a parameter left out by the first pass is told by the second
-            harness.zero_grad(set_to_none=True)
-            y = run(parallel, x)  # type: ignore[arg-type]
-            (y * weights_like(y)).sum().backward()
-        return {n: float(p.grad.double().norm()) for n, p in harness.core.named_parameters() if p.grad is not None}
-    except BaseException as error:
-        return {"error": " ".join(str(error).split())[:200]}

@@ -42,7 +42,7 @@ class CallbackConfig:
     summary: bool = True
     """Print what the run came to; without it, the path of the run directory alone."""
     samples: SampleConfig = field(default_factory=SampleConfig)
-    extra: dict[str, Any] | None = None
+    extra: dict[str, dict[str, Any] | None] | None = None
     """Callbacks of plugins, by name with their options, as in `{hypergradient: {rate: 0.1}}`; null for none."""
 
     def build(self) -> list[Any]:
