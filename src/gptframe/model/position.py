@@ -131,37 +131,49 @@ class RoPE(Position):
             )
         self.base, self.pairing = base, pairing
         self.scaling = None if scaling is None else _check_scaling(scaling)
-        self._scaling_key = str(self.scaling)
+        self._key = (self.dim, self.base, self.pairing, str(self.scaling))
 
     def rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        if ctx.cache is None:
-            cos, sin = self._turns(ctx.positions, self._frequencies(ctx.positions.device), q.dtype)
-            return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
-        key = (self.dim, self.base, self._scaling_key)  # the same for all layers
-        w = ctx.cache.shared(key, lambda: self._frequencies(ctx.positions.device), constant=True)
-        cos, sin = ctx.cache.shared((*key, q.dtype), lambda: self._turns(ctx.positions, w, q.dtype))
-        return self._rotate(torch.cat([q, k], dim=1), cos, sin).split([q.shape[1], k.shape[1]], dim=1)
+        cos, sin = self._turns(q.dtype, ctx)
+        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
     def _frequencies(self, device: torch.device) -> Tensor:
         w = _frequencies(self.dim, self.base, device)
         return w if self.scaling is None else scaled(w, **self.scaling)
 
+    def _turns(self, dtype: torch.dtype, ctx: Context) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angle of each dimension, [T,d] or [B,1,T,d]; negative for the first of a pair."""
+        if ctx.cache is None:
+            return self._cos_sin(self._signed_frequencies(ctx.positions.device), dtype, ctx.positions)
+        shared = ctx.cache.shared
+
+        def turns() -> tuple[Tensor, Tensor]:
+            w = shared(self._key, lambda: self._signed_frequencies(ctx.positions.device), constant=True)
+            return self._cos_sin(w, dtype, ctx.positions)
+
+        return shared((self._key, dtype), turns)  # the same for all layers
+
+    def _signed_frequencies(self, device: torch.device) -> Tensor:
+        """-w_i for the first dimension of a pair and w_i for the second, [d]."""
+        w = self._frequencies(device)
+        return torch.cat([-w, w]) if self.pairing == "half" else torch.stack([-w, w], dim=-1).flatten()
+
     @staticmethod
-    def _turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angle = _angles(positions, frequencies)  # [T, d/2]
+    def _cos_sin(frequencies: Tensor, dtype: torch.dtype, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angle = _angles(positions, frequencies)  # [T, d]
         if angle.ndim == 3:
-            angle = angle[:, None]  # [B, 1, T, d/2]
+            angle = angle[:, None]  # [B, 1, T, d]
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, rest = x[..., : self.dim], x[..., self.dim :]
-        if self.pairing == "interleaved":
-            a, b = turned[..., 0::2], turned[..., 1::2]
-            turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+        """Each pair (a, b) becomes (a cos - b sin, b cos + a sin); the minus is in the first one's sine."""
+        if self.dim < x.shape[-1]:
+            return torch.cat([self._rotate(x[..., : self.dim], cos, sin), x[..., self.dim :]], dim=-1)
+        if self.pairing == "half":
+            other = x.roll(self.dim // 2, dims=-1)
         else:
-            a, b = turned.chunk(2, dim=-1)
-            turned = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
-        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+            other = x.unflatten(-1, (self.dim // 2, 2)).flip(-1).flatten(-2)
+        return torch.addcmul(x * cos, other, sin)
 
 
 @register("position", "alibi")
