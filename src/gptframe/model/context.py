@@ -38,7 +38,9 @@ class KVCache:
         Args:
             window: what comes before all of the T windows is not returned, and is dropped when room is needed.
         """
-        pair = self._pairs.setdefault(id(owner), _Pair())
+        pair = self._pairs.get(id(owner))
+        if pair is None:
+            pair = self._pairs[id(owner)] = _Pair()
         return pair.append(k.detach(), v.detach(), None if window is None else window - 1)
 
     def state(self, owner: object) -> tuple[Tensor, ...] | None:
