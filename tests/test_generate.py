@@ -29,7 +29,7 @@ from gptframe.generate import (
     probabilities,
     view_start,
 )
-from gptframe.model import GPT, build_model
+from gptframe.model import GPT, Context, KVCache, build_model
 from gptframe.training import checkpoint, directory
 
 ATTENTIONS = {
@@ -254,14 +254,28 @@ def test_the_layout_in_memory_changes_nothing_else() -> None:
     model, other = small("gqa", "learned").float(), small("gqa", "learned").float()
     lay_out(other)
     for (name, a), (_, b) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
-        assert torch.equal(a, b) and a.shape == b.shape
-        assert b.is_contiguous() == (b.ndim < 2) and b.t().is_contiguous(), name
+        assert torch.equal(a, b) and a.shape == b.shape, name
+    mlp = other.blocks[0].mlp.core
+    assert mlp.up.weight.t().is_contiguous() and mlp.down.weight.is_contiguous()  # the longer side
     ids = torch.tensor([[1, 2, 3, 4]])
     assert torch.allclose(model(ids), other(ids), atol=1e-5)
     other(ids).sum().backward()  # it can be trained on
     half = small().bfloat16()
     lay_out(half)
     assert all(p.is_contiguous() for p in half.parameters())
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
+def test_laid_out_each_token_gets_from_the_cache_what_the_whole_text_gives(attention: str, activation: str) -> None:
+    model, other = (small(attention, "rope_half_part", activation={"name": activation}) for _ in range(2))
+    lay_out(other)
+    ids = torch.randint(0, 23, (2, C), generator=torch.Generator().manual_seed(0))
+    whole = model(ids)
+    with torch.inference_mode():
+        cache = KVCache()
+        steps = [other(ids[:, a:b], Context(cache=cache)) for a, b in ((0, 9), *((t, t + 1) for t in range(9, C)))]
+    assert (torch.cat(steps, dim=1) - whole).abs().max() <= 1e-11
 
 
 def test_no_tokens_asked_for_and_training_mode_kept() -> None:

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gptframe.errors import UserError
 from gptframe.model import GPT, Context, KVCache
+from gptframe.model.attention import Attention
+from gptframe.model.call import lay_side_by_side
+from gptframe.model.mlp import MLP
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,19 @@ class Continuation:
 
 
 def lay_out(model: GPT) -> None:
-    """Let float32 matrices on the CPU lie in memory column by column. Values, shapes and names stay as they are.
-
-    Generation multiplies matrices [out, in] by one vector at a time. MKL reads them up to twice as fast in this order
-    (docs/generate-evaluate.md has the numbers); products with many vectors are as fast as before. In bfloat16 the order
-    of nn.Linear is the fast one.
-    """
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2 and parameter.dtype == torch.float32 and parameter.device.type == "cpu":
-                parameter.data = parameter.data.t().contiguous().t()
+    """Lay the model's matrices out in memory for generation (see `lay_side_by_side`): those that read the same input
+    side by side. Values, shapes and names stay as they are."""
+    together = [[m.q, m.k, m.v] for m in model.modules() if isinstance(m, Attention)]
+    together += [[m.up, m.gate] for m in model.modules() if isinstance(m, MLP) and m.gate is not None]
+    grouped = {layer for layers in together for layer in layers}
+    alone = [[m] for m in model.modules() if isinstance(m, nn.Linear) and m not in grouped]
+    for layers in together + alone:
+        if all(type(layer) is nn.Linear for layer in layers):
+            lay_side_by_side([layer.weight for layer in layers])
+            if all(layer.bias is not None for layer in layers):
+                lay_side_by_side([layer.bias for layer in layers])
+    if model.head is None:
+        lay_side_by_side([model.head_weight])
 
 
 def view_start(n: int, context_length: int) -> int:

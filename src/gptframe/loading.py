@@ -198,8 +198,8 @@ class LoadedModel:
 def load(path: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> LoadedModel:
     """The model of a run directory, trained here or imported, ready to use.
 
-    Its matrices are laid out for generation (`gptframe.generate.lay_out`): to write them with safetensors, make them
-    `.contiguous()`.
+    Its matrices are laid out for generation (`gptframe.generate.lay_out`), and some share memory: to write them with
+    safetensors, `.clone(memory_format=torch.contiguous_format)` them.
 
     Args:
         device: `cpu`, `cuda`, ...; None for the CPU.

@@ -13,6 +13,7 @@ from torch import nn
 
 import gptframe
 from gptframe.config import ModelConfig
+from gptframe.generate import lay_out
 from gptframe.inspect.trace import GLOSSARY, Trace, logit_lens, trace
 from gptframe.model import Context, KVCache, build_model
 
@@ -108,6 +109,22 @@ def test_a_trace_changes_no_bit_and_explains_the_fused_kernel(placement, attenti
         assert ("embedding_norm" in t) == (placement == "peri")
         # the last place of the stream is the end of the model
         assert torch.allclose(list(logit_lens(t).values())[-1], before, atol=1e-5)
+
+
+def test_a_trace_changes_no_bit_of_a_model_laid_out_for_generation() -> None:
+    model = model_of(config(attention={"n_kv_heads": 2, "bias": True}, activation={"name": "swiglu"}))
+    apart = dict(model.named_modules())
+    expected = {f"attention.{n}": apart[f"blocks.0.attention.core.{n}"] for n in ("q", "k", "v")}
+    expected |= {f"mlp.{n}": apart[f"blocks.0.mlp.core.{n}"] for n in ("up", "gate")}
+    lay_out(model)
+    with torch.no_grad():
+        before = model(IDS)
+        with trace(model) as t:
+            assert torch.equal(model(IDS), before)
+        for name, layer in expected.items():
+            value = t[f"blocks.0.{name}"]
+            value = value.transpose(1, 2).flatten(2) if value.ndim == 4 else value
+            assert torch.allclose(value, layer(t[f"blocks.0.{name.split('.')[0]}.pre"]), atol=1e-5)
 
 
 def test_every_name_is_in_the_glossary_or_a_plugins_module() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -308,9 +308,15 @@ def _watch_core(found: Trace, prefix: str, core: nn.Module, stack: ExitStack) ->
 
 
 def _watch_mlp(found: Trace, prefix: str, core: MLP, stack: ExitStack) -> None:
-    _output(found, f"{prefix}.up", core.up, stack)
-    if core.gate is not None:
-        _output(found, f"{prefix}.gate", core.gate, stack)
+    inputs = core.inputs
+
+    def projected(x: Tensor) -> Sequence[Tensor]:
+        values = inputs(x)
+        for name, value in zip(("up", "gate"), values, strict=False):
+            found._record(f"{prefix}.{name}", value)
+        return values
+
+    _replace(core, "inputs", projected, stack)
     _output(found, f"{prefix}.activation", core.activation, stack)
     if core.fused:
         original = core.activation.forward_with_bias
@@ -342,12 +348,16 @@ def _watch_attention(found: Trace, prefix: str, core: Attention, stack: ExitStac
     def by_head(value: Tensor) -> Tensor:
         return value.unflatten(-1, (-1, core.head_dim)).transpose(1, 2)
 
-    for name in ("q", "k", "v"):
-        _output(found, f"{prefix}.{name}", getattr(core, name), stack, by_head)
     for name in ("q_norm", "k_norm"):
         _output(found, f"{prefix}.{name}", getattr(core, name), stack, by_head if core.norm_full else None)
 
-    rotate, attend = core.position.rotate, core.attend
+    qkv, rotate, attend = core.qkv, core.position.rotate, core.attend
+
+    def projected(x: Tensor) -> Sequence[Tensor]:
+        values = qkv(x)
+        for name, value in zip(("q", "k", "v"), values, strict=True):
+            found._record(f"{prefix}.{name}", by_head(value))
+        return values
 
     def rotated(q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         new_q, new_k = rotate(q, k, ctx)
@@ -363,6 +373,7 @@ def _watch_attention(found: Trace, prefix: str, core: Attention, stack: ExitStac
         found._record(f"{prefix}.heads", value)
         return value
 
+    _replace(core, "qkv", projected, stack)
     _replace(core.position, "rotate", rotated, stack)
     _replace(core, "attend", attended, stack)
 

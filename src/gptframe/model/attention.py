@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from gptframe.config import ModelConfig
 from gptframe.errors import UserError
+from gptframe.model.call import call, call_each, part
 from gptframe.model.context import Context
 from gptframe.model.init import with_role
 from gptframe.model.position import position_at
@@ -32,6 +34,8 @@ class Attention(nn.Module):
     """
 
     incremental = True
+    q, k, v, out = part(), part(), part(), part()
+    q_norm, k_norm, position = part(), part(), part()
 
     def __init__(
         self,
@@ -73,14 +77,21 @@ class Attention(nn.Module):
         )
         self.position = position_at("attention", cfg)
 
+    def qkv(self, x: Tensor) -> Sequence[Tensor]:
+        """What the three matrices make of x[B,T,D]: [B, T, H * d], and twice [B, T, Hk * d]."""
+        return call_each(x, self.q, self.k, self.v)
+
     def project(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B,H,T,d], keys and values [B,Hk,T,d] of x[B,T,D], before positions."""
-        q, k, v = self.q(x), self.k(x), self.v(x)  # [B, T, H * d]
+        q, k, v = self.qkv(x)
         if self.norm_full:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.view(*x.shape[:2], t.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2) for t in (q, k, v))
+        n_rows, n_tokens, _ = x.shape
+        q, k, v = (
+            t.view(n_rows, n_tokens, t.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2) for t in (q, k, v)
+        )
         if not self.norm_full:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = call(self.q_norm, q), call(self.k_norm, k)
         return q, k, v
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
@@ -89,11 +100,13 @@ class Attention(nn.Module):
         k_positions = ctx.positions
         if ctx.cache is not None:
             k, v = ctx.cache.append(self, k, v, self.window)
-            k_positions = ctx.cache.positions[..., -k.shape[2] :]
+            k_positions = ctx.cache.positions
+            if k_positions.shape[-1] > k.shape[2]:  # a window drops the oldest
+                k_positions = k_positions[..., -k.shape[2] :]
         if q.dtype != v.dtype:  # a norm in float32 under autocast
             q, k = q.to(v.dtype), k.to(v.dtype)
         y = self.attend(q, k, v, ctx, k_positions)  # [B, H, T, d]
-        return self.out(y.transpose(1, 2).flatten(2))
+        return call(self.out, y.transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, k_positions: Tensor) -> Tensor:
         """Mix v[B,Hk,S,d] by the pattern of q[B,H,T,d] and k[B,Hk,S,d]; returns [B,H,T,d]."""

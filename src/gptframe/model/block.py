@@ -9,12 +9,15 @@ from torch import Tensor, nn
 
 from gptframe.config import ModelConfig
 from gptframe.errors import UserError
+from gptframe.model.call import call, part
 from gptframe.model.context import Context
 from gptframe.registry import build, entry, lookup, register
 
 
 class Sublayer(nn.Module):
     """y = post(x * residual_scale + out(core(pre(x)))); a seat that is not taken holds the identity."""
+
+    pre, core, out, post, dropout = part(), part(), part(), part(), part()
 
     def __init__(self, core: nn.Module, name: str, cfg: ModelConfig, residual_scale: float):
         super().__init__()
@@ -29,17 +32,17 @@ class Sublayer(nn.Module):
     def delta(self, x: Tensor, ctx: Context) -> Tensor:
         """What the sublayer adds to the stream: [B,T,D] -> [B,T,D]."""
         delta = self._kept("sublayer", self.name, self.core(self._normed(self.pre, x), ctx), x)
-        return self.dropout(self._normed(self.out, delta))
+        return call(self.dropout, self._normed(self.out, delta))
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         return self._normed(self.post, torch.add(self.delta(x, ctx), x, alpha=self.residual_scale))
 
     def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
-        return self._kept("norm", self.norm_name, norm(x), x)
+        return self._kept("norm", self.norm_name, call(norm, x), x)
 
     def _kept(self, kind: str, name: str, y: object, x: Tensor) -> Tensor:
         """`y`, which must have the shape of `x`."""
-        if isinstance(y, Tensor) and y.shape == x.shape:
+        if y is x or (isinstance(y, Tensor) and y.shape == x.shape):
             return y
         got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
         where = name if ":" in name else entry(kind, name).origin

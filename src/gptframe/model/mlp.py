@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptframe.config import ModelConfig
 from gptframe.errors import UserError
+from gptframe.model.call import call, call_each, part
 from gptframe.model.init import with_role
 from gptframe.registry import build, entry, register
 
@@ -20,6 +23,7 @@ class MLP(nn.Module):
     """
 
     incremental = True
+    activation, up, gate, down = part(), part(), part(), part()
 
     def __init__(self, cfg: ModelConfig, layer: int, bias: bool = True):
         super().__init__()
@@ -51,13 +55,15 @@ class MLP(nn.Module):
             return self.activation.forward_mlp(x, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
         if self.fused:
             h = self.activation.forward_with_bias(F.linear(x, self.up.weight), self.up.bias)
-        elif self.gate is None:
-            h = self.activation(self.up(x))  # [B, T, hidden]
         else:
-            h = self.activation(self.up(x), self.gate(x))
+            h = self.activation(*self.inputs(x))  # [B, T, hidden]
         if not isinstance(h, Tensor) or h.shape != (*x.shape[:-1], self.down.in_features):
             self._refuse(h, x)
-        return self.down(h)
+        return call(self.down, h)
+
+    def inputs(self, x: Tensor) -> Sequence[Tensor]:
+        """The inputs of the activation, [B,T,hidden] each."""
+        return [call(self.up, x)] if self.gate is None else call_each(x, self.up, self.gate)
 
     def _refuse(self, h: object, x: Tensor) -> None:
         got = list(h.shape) if isinstance(h, Tensor) else type(h).__name__
