@@ -293,6 +293,22 @@ def test_functorch_transforms():
         torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, formula(x)[1])
 
 
+def test_functorch_transforms_inside_a_compiled_graph():
+    """Where the operator itself would lose a tangent without a word."""
+    x = torch.randn(4, 5, dtype=torch.float64)
+    _, slope, curvature = formula(x)
+
+    def compiled(f):
+        return torch.compile(f, fullgraph=True, backend="aot_eager")
+
+    jvp = compiled(lambda x: torch.func.jvp(G.gelu, (x,), (torch.ones_like(x),))[1])
+    torch.testing.assert_close(jvp(x), slope)
+    each = compiled(torch.func.vmap(torch.func.grad(lambda v: G.gelu(v).sum())))
+    torch.testing.assert_close(each(x), slope)
+    hessian = compiled(torch.func.hessian(lambda v: G.gelu(v).sum()))
+    torch.testing.assert_close(hessian(x[0]), torch.diag(curvature[0]))
+
+
 def test_autocast_leaves_the_input_alone_and_casts_weights():
     x, b = torch.randn(3, 8), torch.randn(8)
     w, c = torch.randn(4, 8, requires_grad=True), torch.randn(4, requires_grad=True)
@@ -322,6 +338,7 @@ def test_autocast_leaves_the_input_alone_and_casts_weights():
         (lambda: OPS.gelu_backward(torch.randn(3).half(), torch.randn(3)), "dtype"),
         (lambda: OPS.gelu_backward(torch.randn(4), torch.randn(3)), "shape"),
         (lambda: G.bias_gelu_linear(torch.randn(2, 3), None, torch.randn(4, 5)), "weight must have shape"),
+        (lambda: G.bias_gelu_linear(torch.randn(2, 3), None, torch.randn(4, 3, device="meta")), "weight is on meta"),
         (lambda: G.gelu(torch.arange(3, device="meta")), "needs float64"),
     ],
 )

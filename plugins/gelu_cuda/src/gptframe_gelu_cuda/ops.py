@@ -1,4 +1,4 @@
-"""The operators gptframe_gelu::*: schema, ATen fallback, shapes for tracing, derivatives and vmap rules, all in Python.
+"""The operators gptframe_gelu::*: schema, ATen fallback, shapes for tracing and derivatives, all in Python.
 
 The compiled objects only add implementations for CPU and CUDA to them, so the operators exist everywhere: where no
 object can be had, the fallback computes with ATen. The first call for a device loads its object.
@@ -191,6 +191,9 @@ def _check_linear(x: Tensor, bias: Tensor | None, weight: Tensor, out_bias: Tens
     _check(x)
     if bias is not None:
         _check_bias(x, bias)
+    for name, other in (("weight", weight), ("out_bias", out_bias)):
+        if other is not None and other.device != x.device:
+            raise RuntimeError(f"bias_gelu_linear: {name} is on {other.device} and x on {x.device}")
     if weight.dim() != 2 or x.dim() < 1 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
         raise RuntimeError(
             f"bias_gelu_linear: the weight must have shape [M, N], N the last dimension of x, and x's dtype: "
@@ -265,9 +268,10 @@ torch.library.register_autograd(
 
 
 def _transformed() -> bool:
-    """Inside torch.func's transforms or forward-mode differentiation, which an operator's derivatives do not reach."""
-    if torch.compiler.is_compiling():
-        return False
+    """Inside torch.func's transforms or forward-mode differentiation, which an operator's derivatives do not reach.
+
+    While torch.compile traces, too: there a lost tangent would be a wrong result without a word.
+    """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
