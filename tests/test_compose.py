@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from gptframe import compose as composing
+from gptframe import plugins
 from gptframe.config import Config
 from gptframe.errors import UserError
 from gptframe.model import build_model
@@ -54,6 +55,15 @@ def test_the_table_of_sizes_covers_every_preset() -> None:
 def test_presets_have_the_published_number_of_parameters(preset: str) -> None:
     config = Config.from_dict(composed(f"model={preset}"))
     assert sum(p.numel() for p in build_model(config.model, device="meta").parameters()) == COUNTS[preset]
+
+
+def test_the_option_file_of_an_installed_plugin_has_keys_as_a_shipped_one(monkeypatch) -> None:
+    """`resume=` and `init_from=` ask for them: without, they called an installed activation unknown."""
+    text = "# @package model.activation\nname: mine\nslope: 1.5\n"
+    monkeypatch.setattr(plugins, "config_options", lambda: iter([("activation", "mine", text)]))
+    assert composing.keys_of_option("activation", "mine") == ["model.activation.name", "model.activation.slope"]
+    with pytest.raises(UserError, match="activation=mined: no such option. Did you mean 'mine'"):
+        composing.keys_of_option("activation", "mined")
 
 
 def test_a_preset_sets_no_key_that_an_option_file_owns() -> None:

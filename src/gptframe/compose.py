@@ -217,15 +217,19 @@ def all_groups(config_dirs: Sequence[Path] = ()) -> dict[str, list[str]]:
 
 
 def keys_of_option(group: str, option: str) -> list[str]:
-    """The dotted keys of the composed config that a shipped option file sets.
+    """The dotted keys of the composed config that an option file sets, shipped or brought by an installed plugin.
 
     Raises:
         UserError: there is no such file.
     """
     file = conf_dir() / group / f"{option}.yaml"
-    if not file.is_file():
-        raise UserError(f"{group}={option}: no such option. {nearest(option, groups()[group])}")
-    text = file.read_text(encoding="utf-8")
+    if file.is_file():
+        text = file.read_text(encoding="utf-8")
+    else:
+        installed = {o: text for g, o, text in plugins.config_options() if g == group}
+        if option not in installed:
+            raise UserError(f"{group}={option}: no such option. {nearest(option, all_groups()[group])}")
+        text = installed[option]
     package = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
     prefix = package.group(1) if package else group
     values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
