@@ -49,15 +49,16 @@ class BuildKernels(build_ext):
             if ext.name.endswith("_cuda"):
                 nvcc = toolchain.find_nvcc()
                 archs = toolchain.architectures(nvcc)
-                toolchain.run(toolchain.cuda_command(nvcc, torch, output, archs))
+                toolchain.compile_library(toolchain.cuda_command(nvcc, torch, output, archs), output)
                 (output.parent / "_build.json").write_text(json.dumps({"architectures": archs}) + "\n")
             else:
                 cxx = toolchain.find_cxx()
                 if cxx is None:
                     sys.exit(f"error: no C++ compiler is found; {toolchain.CXX_HINT}")
-                toolchain.run(toolchain.cpu_command(cxx, torch, output))
+                toolchain.compile_library(toolchain.cpu_command(cxx, torch, output), output)
         except toolchain.CompileError as error:
-            sys.exit(f"error: {error}")
+            without = "; GPTFRAME_BUILD_CUDA=0 builds without CUDA" if ext.name.endswith("_cuda") else ""
+            sys.exit(f"error: {error}{without}")
 
 
 class Abi3Wheel(bdist_wheel):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ def python(tmp_path: Path, code: str, wait: bool = True, **env: str | None):
     """Run code in a process with its own cache and without the wheel's objects, so that it must build."""
     package = tmp_path / "site" / SRC.name
     if not package.exists():
-        shutil.copytree(SRC, package, ignore=shutil.ignore_patterns("*.so", "__pycache__", "_build.json"))
+        shutil.copytree(SRC, package, ignore=shutil.ignore_patterns("*.so", "*.sha256", "__pycache__", "_build.json"))
     variables = {
         **os.environ,
         "PYTHONPATH": str(tmp_path / "site"),
@@ -94,6 +95,47 @@ def test_a_truncated_library_is_built_again(tmp_path, quick):
     assert log.read_text() == "built\nbuilt\n"
 
 
+def test_a_damaged_library_in_the_wheel_is_not_opened(tmp_path, quick):
+    """Opened truncated, it would end the process with SIGBUS."""
+    assert python(tmp_path, "")[0] == 0
+    library = tmp_path / "site" / SRC.name / "_cpu.abi3.so"
+    library.write_bytes(Path(quick.split()[-2]).read_bytes()[:100_000])
+    code, said = python(tmp_path, USE, CXX=None, PATH="/nonexistent")
+    (line,) = (line for line in said.splitlines() if line.startswith("gelu_cuda:"))
+    assert code == 0 and "0.8411" in said and "'aten (the wheel's cpu kernels do not load" in said.replace('"', "'"), (
+        said
+    )
+    assert "is damaged" in line and "reinstall gptframe-gelu-cuda" in line and "install g++" in line
+    code, said = python(tmp_path, USE, CXX=compiler(tmp_path, quick))
+    assert code == 0 and "is damaged" in said and "built at first use" in said, said
+
+
+def test_a_library_that_does_not_load_is_built_again(tmp_path, quick):
+    bad = compiler(tmp_path, 'for a in "$@"; do out=$a; done\necho no library > "$out"')
+    code, said = python(tmp_path, USE, CXX=bad)
+    assert code == 0 and "0.8411" in said and "built but do not load" in said, said
+    code, said = python(tmp_path, USE, CXX=compiler(tmp_path, quick))  # the same key
+    assert code == 0 and "built at first use" in said and "ATen" not in said, said
+
+
+@pytest.mark.parametrize(
+    "body, cxx, words",
+    [
+        ("exit 0", None, "reports success, but wrote nothing to"),
+        ("", "'g++", "CXX='g++ is no command: no closing quotation"),
+    ],
+)
+def test_a_compiler_that_is_none(tmp_path, body, cxx, words):
+    code, said = python(tmp_path, USE, CXX=cxx or compiler(tmp_path, body))
+    assert code == 0 and "0.8411" in said and words in said and "Traceback" not in said, said
+
+
+def test_an_unknown_instruction_set_is_refused(monkeypatch):
+    monkeypatch.setenv("GPTFRAME_GELU_CPU", "avx3")
+    with pytest.raises(backend.BackendError, match="one of baseline, avx2, avx512, not 'avx3'"):
+        backend._load_cpu()
+
+
 def test_a_killed_build_leaves_neither_lock_nor_half_a_library(tmp_path, quick):
     started = tmp_path / "started"
     slow = compiler(tmp_path, f'for a in "$@"; do out=$a; done\necho half > "$out"\ntouch {started}\nexec sleep 60')
@@ -158,30 +200,41 @@ def test_cuda_says_all_that_is_missing(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="folders and permissions of POSIX")
-def test_folders_that_cannot_be_used(tmp_path):
+def test_a_folder_that_the_user_names_is_used_or_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, mode in (("mine", 0o700), ("group/gelu_cuda", 0o770), ("all/gelu_cuda", 0o777), ("above", 0o777)):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name).chmod(mode)
     (tmp_path / "file").write_text("")
-    (tmp_path / "tmp").mkdir()
-    (tmp_path / "shared" / "gelu_cuda").mkdir(parents=True)
-    (tmp_path / "shared" / "gelu_cuda").chmod(0o777)
-    code = f"""
-        import os
-        from gptframe_gelu_cuda.backend import cache_folder
-        here = {str(tmp_path)!r}
-        for cache, home, xdg in (
-            (here + "/file", "", ""),  # a file, which not even root can write into
-            (here + "/shared", "", ""),  # others could plant code there
-            (None, here + "/home", None),
-            (None, None, here + "/file"),
-        ):
-            for name, value in (("GPTFRAME_CACHE_DIR", cache), ("HOME", home), ("XDG_CACHE_HOME", xdg)):
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
-            print(os.path.relpath(cache_folder(), here))
-    """
-    status, said = python(tmp_path, code, TMPDIR=str(tmp_path / "tmp"))
-    fallback = f"tmp/gptframe-{os.getuid()}/gelu_cuda"
-    assert status == 0 and said.split() == [fallback, fallback, "home/.cache/gptframe/gelu_cuda", fallback], said
+    monkeypatch.setenv("GPTFRAME_CACHE_DIR", "~/mine")
+    assert backend.cache_folder() == (tmp_path / "mine/gelu_cuda").resolve()
+    for name, words in (
+        ("file", "file/gelu_cuda: Not a directory"),  # which not even root can write into
+        ("group", "others can write to .*group/gelu_cuda.*chmod go-w"),
+        ("all", "others can write to .*all/gelu_cuda.*chmod go-w"),
+        ("above", "others can write to .*above, .*chmod go-w"),
+    ):
+        monkeypatch.setenv("GPTFRAME_CACHE_DIR", str(tmp_path / name))
+        with pytest.raises(backend.BackendError, match=f"GPTFRAME_CACHE_DIR=.*{name} cannot be used: .*{words}"):
+            backend.cache_folder()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders and permissions of POSIX")
+def test_without_a_usable_home_the_temporary_folder_serves(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "tmp").mkdir(mode=0o700)
+    (tmp_path / "tmp").chmod(0o1777)  # others may add names there, but not replace ours
+    monkeypatch.delenv("GPTFRAME_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    assert backend.cache_folder() == (tmp_path / "home/.cache/gptframe/gelu_cuda").resolve()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    private = tmp_path / f"tmp/gptframe-{os.getuid()}/gelu_cuda"
+    assert backend.cache_folder() == private.resolve()
+    private.chmod(0o777)
+    with pytest.raises(backend.BackendError, match="set GPTFRAME_CACHE_DIR .*Not a directory.*others can write"):
+        backend.cache_folder()
 
 
 def test_backend_aten_loads_nothing(tmp_path):
@@ -251,6 +304,19 @@ def test_architectures(monkeypatch, nvcc):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
     assert toolchain.architectures(nvcc, (9, 0)) == [(90, "", False)]
     assert toolchain.architectures(nvcc)[-1][2]  # the newest with PTX
+
+
+def test_architectures_that_leave_out_this_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: str(tmp_path / "nvcc"))
+    with pytest.raises(backend.BackendError, match=r"TORCH_CUDA_ARCH_LIST=8.6 leaves out this GPU, which is 9.0"):
+        backend._built("cuda", (9, 0))
+
+
+def test_nvcc_gets_the_compiler_and_not_its_launcher(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "/usr/bin/ccache g++-12 -m64")
+    command = toolchain.cuda_command("nvcc", tmp_path, tmp_path / "out.so", [(90, "", False)])
+    assert command[command.index("-ccbin") + 1] == "g++-12"
 
 
 def test_what_runs_on_which_gpu():

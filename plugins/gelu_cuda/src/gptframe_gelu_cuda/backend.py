@@ -26,6 +26,7 @@ from gptframe_gelu_cuda import toolchain
 log = logging.getLogger("gptframe.gelu_cuda")
 
 BACKENDS = ("auto", "cuda", "cpu", "aten")
+VARIANTS = ("baseline", "avx2", "avx512")
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -63,7 +64,7 @@ def load(device: torch.device) -> bool:
                 log.info("gelu_cuda: %s kernels (%s)", kind, _state[kind].detail)
             except BackendError as error:
                 reason = str(error)
-                _state[kind] = Loaded("aten", reason.splitlines()[0])
+                _state[kind] = Loaded("aten", " ".join(line.strip() for line in reason.splitlines()[:2]))
                 log.warning("gelu_cuda: ATen computes on %s: %s", kind, reason)
         return _state[kind].backend != "aten"
 
@@ -95,13 +96,11 @@ def _load(kind: str) -> str:
 
 
 def _load_cpu() -> str:
-    why = _open(_PACKAGE / "_cpu.abi3.so")
-    if why is None:
-        return f"{_cpu_variant(_PACKAGE / '_cpu.abi3.so')}, from the wheel"
-    path = _built("cpu")
-    if failure := _open(path):
-        raise BackendError(f"the CPU kernels were built but do not load: {failure}")
-    return f"{_cpu_variant(path)}, built at first use"
+    variant = os.environ.get("GPTFRAME_GELU_CPU", "")
+    if variant not in ("", *VARIANTS):
+        raise BackendError(f"GPTFRAME_GELU_CPU must be one of {', '.join(VARIANTS)}, not {variant!r}")
+    path, origin = _from_wheel_or_built("cpu")
+    return f"{_cpu_variant(path)}, {origin}"
 
 
 def _cpu_variant(path: Path) -> str:
@@ -132,21 +131,13 @@ def _load_cuda() -> str:
         raise BackendError(
             f"backend cuda: {name} has compute capability {capability[0]}.{capability[1]}, 8.0 is needed"
         )
-    if wheel.is_file() and toolchain.covers(_wheel_architectures(), capability):
-        why = _open(wheel)
-        if why is None:
-            return "from the wheel"
-        log.warning("gelu_cuda: the wheel's CUDA kernels do not load (%s); building them", why)
-    path = _built("cuda", capability)
-    if failure := _open(path):
-        raise BackendError(f"the CUDA kernels were built but do not load: {failure}")
-    return "built at first use"
+    return _from_wheel_or_built("cuda", capability)[1]
 
 
 def _wheel_architectures() -> list[tuple[int, str, bool]]:
     try:
         return [tuple(arch) for arch in json.loads((_PACKAGE / "_build.json").read_text())["architectures"]]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return toolchain.parse_architectures(toolchain.DEFAULT_ARCHITECTURES)
 
 
@@ -154,6 +145,8 @@ def _open(path: Path) -> str | None:
     """Load a library of operators; None, or why it does not load."""
     if not path.is_file():
         return "it is not there"
+    if not toolchain.is_whole(path):
+        return "it is damaged (its checksum is not that of the build); reinstall gptframe-gelu-cuda"
     try:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
@@ -161,16 +154,40 @@ def _open(path: Path) -> str | None:
     return None
 
 
-def _digest_file(path: Path) -> Path:
-    return path.with_suffix(".sha256")
+def _from_wheel_or_built(kind: str, capability: tuple[int, int] | None = None) -> tuple[Path, str]:
+    """Load the wheel's library, else one built here; it, and where it came from.
 
-
-def _whole(path: Path) -> bool:
-    """Whether a library is as it was built: the loader answers a truncated one with SIGBUS, not with an error."""
+    Raises:
+        BackendError: see `open_built`; the message also says what is wrong with the wheel's, where there is one.
+    """
+    wheel = _PACKAGE / f"_{kind}.abi3.so"
+    broken = ""
+    if capability is None or toolchain.covers(_wheel_architectures(), capability):
+        why = _open(wheel)
+        if why is None:
+            return wheel, "from the wheel"
+        if wheel.exists():
+            broken = f"the wheel's {kind} kernels do not load: {why}; "
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest() == _digest_file(path).read_text()
-    except (OSError, ValueError):
-        return False
+        path = open_built(kind, capability)
+    except BackendError as error:
+        raise BackendError(f"{broken}{error}") from None
+    if broken:
+        log.warning("gelu_cuda: %sthose built here are used", broken)
+    return path, "built at first use"
+
+
+def open_built(kind: str, capability: tuple[int, int] | None = None) -> Path:
+    """Build a library, or find it in the cache, and load it.
+
+    Raises:
+        BackendError: see `_built`; or it does not load, and is then built again the next time.
+    """
+    path = _built(kind, capability)
+    if failure := _open(path):
+        toolchain.digest_file(path).unlink(missing_ok=True)
+        raise BackendError(f"the {kind} kernels were built but do not load: {failure}")
+    return path
 
 
 def _built(kind: str, capability: tuple[int, int] | None = None) -> Path:
@@ -192,6 +209,12 @@ def _built(kind: str, capability: tuple[int, int] | None = None) -> Path:
             if nvcc is None:
                 raise BackendError(f"nvcc is not found; {toolchain.NVCC_HINT}")
             archs = toolchain.architectures(nvcc, capability)
+            if capability and not toolchain.covers(archs, capability):
+                asked = os.environ["TORCH_CUDA_ARCH_LIST"]
+                here = ".".join(map(str, capability))
+                raise BackendError(
+                    f"TORCH_CUDA_ARCH_LIST={asked} leaves out this GPU, which is {here}; add it or unset it"
+                )
             compiler, command = [nvcc], lambda out: toolchain.cuda_command(nvcc, folder, out, archs)
         else:
             cxx = toolchain.find_cxx()
@@ -202,23 +225,22 @@ def _built(kind: str, capability: tuple[int, int] | None = None) -> Path:
         key = _key(compiler, command(Path("out")))
         cache = cache_folder()
         path = cache / f"gelu_{kind}-{key}.so"
-        if _whole(path):
+        if toolchain.is_whole(path):
             return path
         with _locked(cache / f"gelu_{kind}-{key}.lock"):
-            if not _whole(path):  # another process may have built it while this one waited
+            if not toolchain.is_whole(path):  # another process may have built it while this one waited
                 for stale in cache.glob(f".{path.name}.*"):
                     stale.unlink(missing_ok=True)  # of a builder that was killed: it no longer holds the lock
                 temporary = cache / f".{path.name}.{os.getpid()}"
                 log.warning("gelu_cuda: building the %s kernels once, into %s", kind, cache)
-                toolchain.run(command(temporary))
-                digest = hashlib.sha256(temporary.read_bytes()).hexdigest()
+                toolchain.compile_library(command(temporary), temporary)
                 os.replace(temporary, path)
-                _digest_file(path).write_text(digest)
+                os.replace(toolchain.digest_file(temporary), toolchain.digest_file(path))
         return path
     except toolchain.CompileError as error:
         raise BackendError(f"the {kind} kernels cannot be built: {error}") from None
     except OSError as error:
-        raise BackendError(f"the {kind} kernels cannot be built: {error}") from None
+        raise BackendError(f"the {kind} kernels cannot be built: {_reason(error)}") from None
 
 
 def _key(compiler: list[str], command: list[str]) -> str:
@@ -235,28 +257,50 @@ def cache_folder() -> Path:
     """$GPTFRAME_CACHE_DIR, else the user's cache folder, else a private folder in the temporary folder.
 
     Raises:
-        BackendError: none can be written to.
+        BackendError: $GPTFRAME_CACHE_DIR, or each of the others, cannot be used.
     """
-    candidates = []
     if asked := os.environ.get("GPTFRAME_CACHE_DIR"):
-        candidates.append(Path(asked) / "gelu_cuda")
-    else:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        if os.path.isabs(home):  # "~" stays where neither HOME nor the user database knows a home
-            candidates.append(Path(home) / "gptframe" / "gelu_cuda")
-    candidates.append(Path(tempfile.gettempdir()) / f"gptframe-{os.getuid()}" / "gelu_cuda")
+        try:
+            return _private(Path(asked).expanduser().absolute() / "gelu_cuda")
+        except (OSError, RuntimeError) as error:
+            raise BackendError(f"GPTFRAME_CACHE_DIR={asked} cannot be used: {_reason(error)}") from None
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    candidates = [Path(tempfile.gettempdir()).absolute() / f"gptframe-{os.getuid()}" / "gelu_cuda"]
+    if os.path.isabs(home):  # "~" stays where neither HOME nor the user database knows a home
+        candidates.insert(0, Path(home) / "gptframe" / "gelu_cuda")
     tried = []
     for folder in candidates:
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            about = folder.stat()
-            if about.st_uid not in (os.getuid(), 0) or about.st_mode & stat.S_IWOTH:
-                raise OSError("others can write to it")  # code is loaded from here
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
+            return _private(folder)
         except OSError as error:
-            tried.append(f"{folder}: {error.strerror or error}")
+            tried.append(f"{folder}: {_reason(error)}")
     raise BackendError("no folder for the compiled kernels; set GPTFRAME_CACHE_DIR (" + "; ".join(tried) + ")")
+
+
+def _private(folder: Path) -> Path:
+    """`folder`, created where it is missing, after a look at who else could put code there.
+
+    Raises:
+        OSError: it cannot be made or written to, it belongs to someone else, or others can write to it or above it.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = folder.resolve()
+    if folder.stat().st_uid not in (os.getuid(), 0):
+        raise OSError(f"{folder} belongs to another user, and code is loaded from it")
+    for place in (folder, *folder.parents):
+        mode = place.stat().st_mode
+        sticky = place != folder and mode & stat.S_ISVTX  # as /tmp: others may add names there, but not replace ours
+        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+            raise OSError(f"others can write to {place}, and code is loaded from it; chmod go-w {place}")
+    with tempfile.TemporaryFile(dir=folder):
+        return folder
+
+
+def _reason(error: Exception) -> str:
+    """An error of the system in words and with the file; one of ours as it is."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
 
 
 @contextlib.contextmanager

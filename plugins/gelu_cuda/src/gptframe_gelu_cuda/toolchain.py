@@ -5,6 +5,7 @@ Imports neither torch nor the package, so that setup.py can load this file by it
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -26,6 +27,8 @@ MINIMUM_TORCH = (2, 13)
 DEFAULT_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 _FAMILIES = {"Ampere": "8.0;8.6", "Ada": "8.9", "Hopper": "9.0", "Blackwell": "10.0;12.0"}
 
+_LAUNCHERS = ("ccache", "sccache", "distcc")
+
 NVCC_HINT = (
     "install the CUDA toolkit 12.8 or newer and put nvcc on PATH, or pip install 'nvidia-cuda-nvcc==13.0.*' "
     "'nvidia-cuda-crt==13.0.*' 'nvidia-nvvm==13.0.*' 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cccl==13.0.*'"
@@ -38,10 +41,17 @@ class CompileError(Exception):
 
 
 def find_cxx() -> list[str] | None:
-    """The C++ compiler as a command: $CXX, else g++, c++ or clang++ from PATH."""
-    asked = os.environ.get("CXX")
+    """The C++ compiler as a command: $CXX, else g++, c++ or clang++ from PATH.
+
+    Raises:
+        CompileError: $CXX is no command.
+    """
+    asked = os.environ.get("CXX", "").strip()
     if asked:
-        return shlex.split(asked)
+        try:
+            return shlex.split(asked)
+        except ValueError as error:
+            raise CompileError(f"CXX={asked} is no command: {str(error).lower()}") from None
     for name in ("g++", "c++", "clang++"):
         if found := shutil.which(name):
             return [found]
@@ -102,15 +112,21 @@ def architectures(nvcc: str, capability: tuple[int, int] | None = None) -> list[
     """What to compile for: $TORCH_CUDA_ARCH_LIST, else the GPU at hand, else the default list.
 
     The defaults are cut to what this nvcc knows, and the newest kept one carries PTX for later GPUs.
+
+    Raises:
+        CompileError: $TORCH_CUDA_ARCH_LIST is no list of architectures, or this nvcc knows none of the defaults.
     """
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
     if asked:
         return parse_architectures(asked)
     if capability:
         return [(capability[0] * 10 + capability[1], "", False)]
-    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
-    known = {int(number) for number in re.findall(r"compute_(\d+)\b", listed)}
+    known = {int(number) for number in re.findall(r"compute_(\d+)\b", _output([nvcc, "--list-gpu-arch"]))}
     kept = [arch for arch in parse_architectures(DEFAULT_ARCHITECTURES) if not known or arch[0] in known]
+    if not kept:
+        raise CompileError(
+            f"{nvcc} knows none of {DEFAULT_ARCHITECTURES}: set TORCH_CUDA_ARCH_LIST to one that it knows"
+        )
     return [(number, letter, number == kept[-1][0]) for number, letter, _ in kept]
 
 
@@ -142,7 +158,9 @@ def cuda_command(nvcc: str, torch: Path, output: Path, archs: list[tuple[int, st
         codes.append(f"-gencode=arch=compute_{name},code={code}")
     prefix = f"-fPIC,-fvisibility=hidden,-ffile-prefix-map={CSRC}=csrc,-ffile-prefix-map={torch}=torch"
     cxx = find_cxx()
-    host = ["-ccbin", cxx[0]] if os.environ.get("CXX") and cxx else []
+    host = []
+    if os.environ.get("CXX") and cxx:  # nvcc wants a compiler there, and calls ccache with its own arguments in vain
+        host = ["-ccbin", next((word for word in cxx if Path(word).name not in _LAUNCHERS), cxx[0])]
     libraries = Path(nvcc).resolve().parent.parent / "lib"  # where NVIDIA's pip packages keep libcudart_static.a
     return [
         nvcc, *host, "-std=c++17", "-O3", "-shared", "-cudart", "static", "-w", "-Xfatbin", "-compress-all",
@@ -177,6 +195,32 @@ def epilogue_command(cxx: list[str], torch: Path, output: Path) -> list[str]:
     ]  # fmt: skip
 
 
+def compile_library(command: list[str], output: Path) -> None:
+    """Run a compiler that writes the library `output`, and write its digest beside it.
+
+    Raises:
+        CompileError: see `run`; or the compiler reports success and wrote nothing.
+    """
+    output.unlink(missing_ok=True)
+    run(command)
+    if not output.is_file() or output.stat().st_size == 0:
+        raise CompileError(f"{command[0]} reports success, but wrote nothing to {output}")
+    digest_file(output).write_text(hashlib.sha256(output.read_bytes()).hexdigest())
+
+
+def digest_file(library: Path) -> Path:
+    """Where the digest of a library is kept."""
+    return library.with_suffix(".sha256")
+
+
+def is_whole(library: Path) -> bool:
+    """Whether a library is as it was built: the loader answers a truncated one with SIGBUS, not with an error."""
+    try:
+        return hashlib.sha256(library.read_bytes()).hexdigest() == digest_file(library).read_text()
+    except (OSError, ValueError):
+        return False
+
+
 def run(command: list[str]) -> None:
     """Run a compiler.
 
@@ -195,8 +239,12 @@ def run(command: list[str]) -> None:
 
 def version_text(compiler: list[str]) -> str:
     """What `compiler --version` prints: part of the key of a cached build."""
+    return _output([*compiler, "--version"])
+
+
+def _output(command: list[str]) -> str:
+    """What a compiler answers; nothing where it cannot be started, which its build will report."""
     try:
-        done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, errors="replace")
-    except OSError as error:
-        return str(error)
-    return done.stdout
+        return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
+    except OSError:
+        return ""
