@@ -100,6 +100,22 @@ def test_what_does_not_fit_runs_as_separate_kernels(bias):
     torch.testing.assert_close(epilogue.mlp(x, w1, b1, w2, None), want)
 
 
+def test_a_second_derivative_is_refused_not_wrong():
+    leaves = [torch.randn(s, requires_grad=True) for s in ((6, 8), (16, 8), (16,), (8, 16), (8,))]
+    out = torch.ops.gptframe_gelu.mlp(*leaves)[0].sum()
+    with pytest.raises(RuntimeError, match="no second derivative.*activation.epilogue=false"):
+        torch.autograd.grad(out, leaves, create_graph=True)
+
+
+def test_a_graph_can_be_compiled_where_the_tensors_fit(monkeypatch):
+    """The choice between epilogue and separate kernels must not ask a traced tensor for its address."""
+    leaves = [torch.randn(s).bfloat16() for s in ((6, 8), (16, 8), (16,), (8, 16))]
+    monkeypatch.setattr(epilogue, "DEVICE", "cpu")  # the operators exist there, too
+    assert epilogue.unfit(*leaves) is None
+    got = torch.compile(epilogue.mlp, fullgraph=True, backend="aot_eager")(*leaves)
+    torch.testing.assert_close(got, epilogue.mlp(*leaves))
+
+
 class Pretend:
     """A tensor on a GPU, as far as `unfit` looks."""
 
@@ -121,8 +137,10 @@ class Pretend:
         ({"x": Pretend(4, 16, dtype=torch.float32)}, "not a 16-bit type"),
         ({"b": None}, "no bias"),
         ({"b": Pretend(32, dtype=torch.float32)}, "dtypes differ"),
-        ({"w1": Pretend(36, 16)}, "not a multiple of 8"),
+        ({"w1": Pretend(36, 16), "b": Pretend(36), "w2": Pretend(16, 36)}, "not a multiple of 8"),
         ({"w2": Pretend(12, 32)}, "not a multiple of 8"),
+        ({"b": Pretend(8)}, "shapes differ"),
+        ({"w2": Pretend(16, 24)}, "shapes differ"),
         ({"x": Pretend(0, 16)}, "empty"),
         ({"w1": Pretend(32, 16, at=258)}, "not aligned"),
     ],
@@ -146,11 +164,14 @@ def test_refused_without_a_gpu_a_test_or_a_good_verdict(monkeypatch, tmp_path):
     path = epilogue.record(False, "ratio 0.97")
     with pytest.raises(G.BackendError, match="found slower on Pretend 100.*0.97"):
         G.GeluCuda(epilogue=True)
+    path.write_text("{")  # as a full disk leaves it
+    with pytest.raises(G.BackendError, match="untested on Pretend 100"):
+        G.GeluCuda(epilogue=True)
     epilogue.record(True, "ratio 1.03")
     assert len(json.loads(path.read_text())) == 1
     with pytest.raises(G.BackendError, match="compute capability 8.0, 9.0 is needed"):
         G.GeluCuda(epilogue=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(backend, "_built", lambda kind: tmp_path / "none.so")
-    with pytest.raises(G.BackendError, match="does not load"):
+    monkeypatch.setattr(backend, "_built", lambda *_: tmp_path / "none.so")
+    with pytest.raises(G.BackendError, match="do not load"):
         G.GeluCuda(epilogue=True)

@@ -8,8 +8,10 @@ its output.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch import Tensor
 from gptframe_gelu_cuda import backend, ops
 
 MINIMUM_CAPABILITY = (9, 0)
+DEVICE = "cuda"
 _loaded = False
 _lock = threading.Lock()
 _library = ops._library
@@ -32,12 +35,22 @@ def _record() -> Path:
     return backend.cache_folder() / "epilogue.json"
 
 
+def _verdicts(path: Path) -> dict[str, Any]:
+    """Machine -> verdict. A file that is damaged holds none: measuring again is all that it costs."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
+
+
 def record(faster: bool, text: str) -> Path:
     """Write the verdict for this GPU, torch and CUDA; the file that `require` reads."""
     path = _record()
-    verdicts = json.loads(path.read_text()) if path.is_file() else {}
-    verdicts[_machine()] = {"faster": faster, "text": text}
-    path.write_text(json.dumps(verdicts, indent=1) + "\n")
+    verdicts = _verdicts(path) | {_machine(): {"faster": faster, "text": text}}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(verdicts, indent=1) + "\n")
+    os.replace(temporary, path)
     return path
 
 
@@ -61,8 +74,7 @@ def load() -> None:
                 f"epilogue: {torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, "
                 "9.0 is needed"
             )
-        if failure := backend._open(backend._built("epilogue")):
-            raise backend.BackendError(f"epilogue: the object was built but does not load: {failure}")
+        backend.open_built("epilogue")
         _loaded = True
 
 
@@ -73,32 +85,38 @@ def require() -> None:
         BackendError: it was not measured, was found slower, or cannot be loaded.
     """
     if torch.cuda.is_available():
-        path = _record()
-        verdict = (json.loads(path.read_text()) if path.is_file() else {}).get(_machine())
+        verdict = _verdicts(_record()).get(_machine())
         if verdict is None:
             raise backend.BackendError(
                 f"epilogue: untested on {_machine()}; python benchmarks/gelu_epilogue.py decides and records"
             )
-        if not verdict["faster"]:
-            raise backend.BackendError(f"epilogue: found slower on {_machine()} ({verdict['text']}); leave it off")
+        if verdict.get("faster") is not True:
+            raise backend.BackendError(f"epilogue: found slower on {_machine()} ({verdict.get('text')}); leave it off")
     load()
 
 
 def unfit(x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor) -> str | None:
     """Why these tensors cannot go through the epilogue (the MLP then runs as separate kernels); None where they can."""
-    if x.device.type != "cuda":
+    if x.device.type != DEVICE:
         return f"x is on {x.device}"
     if x.dtype not in (torch.float16, torch.bfloat16):
         return f"x is {str(x.dtype)[6:]}, not a 16-bit type"
     if up_bias is None:
         return "the up projection has no bias"
+    hidden = up_weight.shape[:1]
+    if up_weight.shape[1:] != x.shape[-1:] or up_bias.shape != hidden or down_weight.shape[1:] != hidden:
+        return "shapes differ"
+    if any(t.device != x.device for t in (up_weight, up_bias, down_weight)):
+        return "devices differ"
     if any(t.dtype != x.dtype for t in (up_weight, up_bias, down_weight)):
         return "dtypes differ"
     if any(size % 8 for size in (*up_weight.shape, *down_weight.shape)):
         return f"a width of {tuple(up_weight.shape)} or {tuple(down_weight.shape)} is not a multiple of 8"
     if x.numel() == 0:
         return "x is empty"
-    if any(t.data_ptr() % 16 for t in (x, up_weight, up_bias, down_weight)):
+    # A traced tensor has no address: the compiled object checks those of the real ones.
+    compiling = torch.compiler.is_compiling()
+    if not compiling and any(t.data_ptr() % 16 for t in (x, up_weight, up_bias, down_weight)):
         return "a tensor is not aligned to 16 bytes"
     return None
 
@@ -143,6 +161,8 @@ def _mlp_setup(ctx, inputs, output):
 
 
 def _mlp_grad(ctx, grad, _aux, _y):
+    if torch.is_grad_enabled():  # create_graph: aux and y count as constants here, so the result would be wrong
+        raise RuntimeError("epilogue: there is no second derivative through cuBLASLt; use activation.epilogue=false")
     x, aux, y, w1, w2 = ctx.saved_tensors
     dx, dw1, db1, dw2 = _ops.mlp_backward(grad.contiguous(), x, aux, y, w1, w2)
     return dx, dw1, db1, dw2, grad.sum(0) if ctx.has_bias else None

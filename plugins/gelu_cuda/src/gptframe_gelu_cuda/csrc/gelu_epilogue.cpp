@@ -49,6 +49,9 @@ cublasLtHandle_t handle(int device) {
 
 // d = op(a)*op(b) with the plan's epilogue; `vector` is the bias, or receives its gradient; `aux` the GELU's input.
 void multiply(const gelu::Plan& plan, const Tensor& a, const Tensor& b, void* vector, void* aux, Tensor& d) {
+  constexpr uint32_t kAlignment = 16;
+  for (const void* p : {a.const_data_ptr(), b.const_data_ptr(), (const void*)vector, (const void*)aux})
+    STD_TORCH_CHECK((uintptr_t)p % kAlignment == 0, "cuBLASLt: a tensor is not aligned to 16 bytes");
   const int device = a.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const auto stream = (cudaStream_t)torch::stable::accelerator::getCurrentStream(device).nativeHandle();
@@ -72,6 +75,11 @@ void multiply(const gelu::Plan& plan, const Tensor& a, const Tensor& b, void* ve
   int count = 0;
   cublasStatus_t status = cublasLtMatmulPreferenceSetAttribute(
       preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &size, sizeof(size));
+  // Without these the heuristic assumes 256 bytes, and may choose what slices of a tensor do not have.
+  for (const auto which : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+                           CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+    if (status == CUBLAS_STATUS_SUCCESS)
+      status = cublasLtMatmulPreferenceSetAttribute(preference, which, &kAlignment, sizeof(kAlignment));
   if (status == CUBLAS_STATUS_SUCCESS)
     status = cublasLtMatmulAlgoGetHeuristic(handle(device), description.it, la.it, lb.it, ld.it, ld.it, preference, 1,
                                             &found, &count);
