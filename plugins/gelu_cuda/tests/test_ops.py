@@ -361,11 +361,28 @@ def test_module_pickles_copies_and_compiles():
     assert not list(module.parameters()) and module.state_dict() == {}
 
 
+def test_gptframe_hears_of_mistakes_as_such():
+    registry = pytest.importorskip("gptframe.registry")
+    from gptframe.errors import UserError
+
+    pytest.importorskip("gptframe_gelu_cuda.plugin")
+    for option, value in (("epilogue", "maybe"), ("backend", 5), ("save", None)):
+        with pytest.raises(UserError, match=f"model.activation.{option}={value!r} must be"):
+            registry.build("activation", {"name": "gelu_cuda", option: value}, key="model.activation")
+    module = registry.build("activation", {"name": "gelu_cuda"}, key="model.activation")
+    module.backend = "cuda"  # as if made where there was a GPU
+    with pytest.raises(UserError, match="backend=cuda, but the tensor is on cpu; use backend=auto"):
+        module(torch.ones(1))
+
+
 def test_module_refuses_what_it_cannot_do():
     for options, words in (
         ({"backend": "gpu"}, "auto, cuda, cpu, aten"),
         ({"save": "none"}, "both or input"),
         ({"backend": "aten", "save": "input"}, "backend=aten"),
+        ({"backend": "cpu", "epilogue": True}, "use backend=auto"),
+        ({"save": "input", "epilogue": True}, "leave out save=input or epilogue"),
+        ({"epilogue": "maybe"}, "true or false, not 'maybe'"),
     ):
         with pytest.raises(G.BackendError, match=words):
             G.GeluCuda(**options)

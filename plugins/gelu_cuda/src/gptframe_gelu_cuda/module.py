@@ -28,14 +28,21 @@ class GeluCuda(nn.Module):
     """
 
     inputs = 1
+    refusal: type[Exception] = backends.BackendError  # what a tensor on another device than the backend's raises
 
     def __init__(self, backend: str = "auto", save: str = "both", epilogue: bool = False):
         super().__init__()
         backends.require(backend)
         if save not in ("both", "input"):
             raise backends.BackendError(f"save must be both or input, not {save!r}")
+        if not isinstance(epilogue, bool):
+            raise backends.BackendError(f"epilogue must be true or false, not {epilogue!r}")
         if backend == "aten" and (save != "both" or epilogue):
             raise backends.BackendError("save=input and epilogue belong to the compiled backends, not to backend=aten")
+        if epilogue and backend == "cpu":
+            raise backends.BackendError("epilogue runs on CUDA, and backend=cpu insists on the CPU; use backend=auto")
+        if epilogue and save == "input":
+            raise backends.BackendError("epilogue keeps the GELU's input and output: leave out save=input or epilogue")
         if epilogue:
             from gptframe_gelu_cuda import epilogue as cublaslt
 
@@ -44,7 +51,7 @@ class GeluCuda(nn.Module):
 
     def _check_device(self, x: Tensor) -> None:
         if self.backend in ("cuda", "cpu") and x.device.type not in (self.backend, "meta"):
-            raise backends.BackendError(f"backend={self.backend}, but the tensor is on {x.device}; use backend=auto")
+            raise self.refusal(f"backend={self.backend}, but the tensor is on {x.device}; use backend=auto")
 
     def forward(self, x: Tensor) -> Tensor:
         """gelu(x), any shape."""
@@ -68,10 +75,14 @@ class GeluCuda(nn.Module):
         -> [..., M].
         """
         if self.epilogue:
-            from gptframe_gelu_cuda import epilogue as cublaslt
-
-            return cublaslt.mlp
+            return self._through_cublaslt
         return self._saving_input if self.save == "input" else None
+
+    def _through_cublaslt(self, x: Tensor, *projections: Tensor | None) -> Tensor:
+        from gptframe_gelu_cuda import epilogue as cublaslt
+
+        self._check_device(x)
+        return cublaslt.mlp(x, *projections)
 
     def _saving_input(
         self, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None
