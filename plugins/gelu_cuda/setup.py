@@ -57,7 +57,7 @@ class BuildKernels(build_ext):
                     sys.exit(f"error: no C++ compiler is found; {toolchain.CXX_HINT}")
                 toolchain.compile_library(toolchain.cpu_command(cxx, torch, output), output)
         except toolchain.CompileError as error:
-            without = "; GPTFRAME_BUILD_CUDA=0 builds without CUDA" if ext.name.endswith("_cuda") else ""
+            without = "\n  GPTFRAME_BUILD_CUDA=0 builds without CUDA" if ext.name.endswith("_cuda") else ""
             sys.exit(f"error: {error}{without}")
 
 
