@@ -86,7 +86,7 @@ def test_colours_follow_the_environment(monkeypatch, capsys, no_color):
 def test_show(capsys):
     code, out, _ = run(capsys, "show", "short_conv", f"plugins=[{EXAMPLE}]")
     assert code == 0
-    for text in ("sublayer short_conv", "short_conv.py:15", "ShortConv(cfg, layer: int, kernel: int=4)", "D*kernel"):
+    for text in ("sublayer short_conv", "short_conv.py:14", "ShortConv(cfg, layer: int, kernel: int=4)", "D*kernel"):
         assert text in out
     assert "delta[B,T,D]" in out and "kernel: int, default 4" in out and "how many tokens each one sees" in out
     assert run(capsys, "show", "position/none")[1].count("contract") == 1

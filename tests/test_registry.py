@@ -269,10 +269,12 @@ def test_a_failed_import_of_built_ins_is_tried_again(fresh_registry, monkeypatch
 
 def test_every_kind_states_its_contract():
     assert list(registry.KINDS) == [
-        *("sublayer", "norm", "activation", "position", "norm_placement"),
-        *("init", "optimizer", "schedule", "tokenizer", "corpus"),
+        *("sublayer", "norm", "activation", "position", "norm_placement", "topology", "head", "transform"),
+        *("init", "optimizer", "schedule", "callback", "tokenizer", "corpus"),
     ]
-    assert all(contract and modules for contract, modules in registry.KINDS.values())
+    assert all(contract for contract, _ in registry.KINDS.values())
+    # no transform and no callback ships; everything else does
+    assert {kind for kind, (_, modules) in registry.KINDS.items() if not modules} == {"transform", "callback"}
 
 
 def test_nearest():
