@@ -1,0 +1,39 @@
+"""The training steps of other people's code, each on our weights: one file a peer, with `load(ours, config, given)`.
+
+A peer says in `OVERRIDES` which options its architecture needs, and returns a `Peer`. What it cannot express it refuses
+with a ValueError that names it. No peer's code is in this repository: it comes from the package index, or from a folder
+that is given as `--peer nanogpt=DIR`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A model with our weights.
+
+    Attributes:
+        version: of the peer's code, for the report.
+        model: what is compiled.
+        loss: (model, ids Long[B,T], targets Long[B,T] with -100 for none) -> mean cross-entropy.
+        groups: what goes to AdamW, as the peer's own script splits it.
+    """
+
+    version: str
+    model: nn.Module
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    groups: Iterable[dict]
+
+
+def decayed_by_axes(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Matrices and embeddings with decay, the rest without: what scripts in this field do."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
