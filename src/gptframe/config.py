@@ -194,6 +194,9 @@ class TrainerConfig:
     num_nodes: int = 1
     compile: bool | str = "auto"
     """torch.compile: true, false, or auto (on for CUDA)."""
+    recompute: bool = False
+    """Keep only the stream between blocks for the backward pass, and compute each block once more there: less memory,
+    about a third more time (activation checkpointing, Chen et al., 2016)."""
     deterministic: bool = False
     """Refuse operations that have no deterministic implementation (torch.use_deterministic_algorithms)."""
     threads: int | None = None

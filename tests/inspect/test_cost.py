@@ -138,7 +138,7 @@ def test_what_each_choice_changes() -> None:
     # twice the sequences keep twice the activations, the gradients of head and embedding apart
     assert rehearse(cfg, adamw, 16).activations == pytest.approx(2 * plain.activations, rel=0.01)
     # of each block, checkpointing keeps the stream that enters it
-    kept = rehearse(cfg, adamw, 8, checkpointing=True).activations
+    kept = rehearse(cfg, adamw, 8, recompute=True).activations
     stream = 8 * 32 * 64 * 4
     assert 4 * stream < kept < 12 * stream < plain.activations / 3
     halves = sharded(plain, "fsdp", 2)
@@ -181,7 +181,7 @@ def test_the_table_for_people(capsys) -> None:
         "causal",
         "full attention",
         "activations",
-        "with checkpointing",
+        "recompute=true",
         "103,680 parameters",
         "measured here",
     ):

@@ -110,3 +110,13 @@ def test_the_columns_of_metrics_csv(make_config, tmp_path):
     run = train(make_config(model={"block": ["attention", "sized"]}, run_dir=str(tmp_path / "run")), []).run_dir
     found = rows(run)
     assert all(float(row["aux/size"]) > 0 for row in found if row["train_loss"])
+
+
+def test_recomputed_it_is_the_same():
+    register_sized()
+    plain, other = model(), model()
+    other.recompute = True
+    one, two = fit(ragged_batch(), 4, model=plain), fit(ragged_batch(), 4, model=other)
+    assert torch.equal(one.last_extras["size"], two.last_extras["size"])
+    for got, wanted in zip(two.gradients, one.gradients, strict=True):
+        assert torch.equal(got, wanted)

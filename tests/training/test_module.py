@@ -1,5 +1,7 @@
 """One optimiser step: gradient and loss do not depend on how a batch is cut, and clipping acts on the whole."""
 
+import dataclasses
+
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -195,3 +197,18 @@ def test_split_keeps_rows_together():
 def test_step_seeds_differ_by_seed_step_and_rank():
     seeds = {step_seed(seed, step, rank) for seed in (0, 1) for step in range(3) for rank in range(2)}
     assert len(seeds) == 12 and all(0 <= s < 2**63 for s in seeds)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_recomputed_activations_give_the_same_gradients_to_the_bit(dropout):
+    cfg = dataclasses.replace(CFG, dropout=dropout)
+    plain = fit(ragged_batch(), 4, model=build_model(cfg, 0))
+    model = build_model(cfg, 0)
+    model.recompute = True
+    calls = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    again = fit(ragged_batch(), 4, model=model)
+    assert len(calls) == 4  # two micro-batches, forward and once more in backward
+    assert torch.equal(plain.last_loss, again.last_loss)
+    for got, expected in zip(again.gradients, plain.gradients, strict=True):
+        assert torch.equal(got, expected)

@@ -177,7 +177,7 @@ def rehearse(
     accumulation: int = 1,
     precision: str = "fp32",
     clip: bool = True,
-    checkpointing: bool = False,
+    recompute: bool = False,
 ) -> Memory:
     """The memory of one training step, from two steps on tensors without values.
 
@@ -186,7 +186,7 @@ def rehearse(
         length: tokens of a sequence; the context if not given.
         accumulation: micro-batches in a step: from two on, a forward pass runs beside gradients.
         precision: fp32, fp64, or bf16 and fp16 for autocast around weights in fp32.
-        checkpointing: keep only the stream between blocks, and compute each block once more in backward.
+        recompute: as `trainer.recompute`.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -195,8 +195,7 @@ def rehearse(
     with FakeTensorMode(), _Meter() as meter:
         with _default_dtype(torch.float64 if precision == "fp64" else torch.float32):
             model = GPT(cfg)
-        if checkpointing:
-            _checkpoint_blocks(model)
+        model.recompute = recompute
         parameters = list(model.parameters())
         for parameter in parameters:
             meter.add(parameter)
@@ -245,13 +244,6 @@ def _autocast(precision: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def _checkpoint_blocks(model: GPT) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    for block in model.blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-
-
 def sharded(memory: Memory, strategy: str, world: int) -> Memory:
     """The memory of one of `world` devices: replicated, with DDP's buckets for gradients, or sharded by FSDP."""
     if world == 1:
@@ -277,8 +269,8 @@ class Plan:
     world: int
     flops: Flops
     memory: Memory
-    checkpointed: Memory
-    """The same with activation checkpointing."""
+    otherwise: Memory
+    """The same with the other value of trainer.recompute."""
     checkpoint_bytes: int
     throughput: float | None = None
     """Tokens a second on all devices together."""
@@ -314,12 +306,14 @@ def plan(config: Config) -> Plan:
         precision=device.precision,
         clip=trainer.clip_norm is not None,
     )
-    memory = sharded(rehearsed(), trainer.strategy, world)
-    checkpointed = sharded(rehearsed(checkpointing=True), trainer.strategy, world)
+    memory, otherwise = (
+        sharded(rehearsed(recompute=value), trainer.strategy, world)
+        for value in (trainer.recompute, not trainer.recompute)
+    )
     whole = memory.weights + memory.optimizer
     if "fsdp" in trainer.strategy:
         whole *= world
-    return Plan(config, device, assumed, world, counted, memory, checkpointed, whole)
+    return Plan(config, device, assumed, world, counted, memory, otherwise, whole)
 
 
 def _device(config: Config, n_parameters: int) -> tuple[Device, str]:
@@ -352,6 +346,7 @@ def measured_throughput(config: Config, device: Device, budget_seconds: float = 
     target = torch.device("cuda" if device.accelerator == "gpu" else device.accelerator)
     dtype = torch.float64 if device.precision == "fp64" else torch.float32
     model = build_model(config.model, config.seed).to(target, dtype)
+    model.recompute = config.trainer.recompute
     steps = build("optimizer", config.optimizer, param_groups(model))
     shape = (device.micro_batch_size, config.model.context_length)
     ids = torch.randint(0, model.token_embedding.num_embeddings, shape, device=target)

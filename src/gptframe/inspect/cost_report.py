@@ -67,9 +67,12 @@ def _memory(plan: Plan) -> Any:
         lines.add_row("DDP buckets", size(memory.communication), "gradients on their way")
     lines.add_section()
     lines.add_row("[bold]peak[/]", f"[bold]{size(memory.peak)}[/]", f"in the {memory.when}{_against(plan, memory)}")
-    other = plan.checkpointed
+    on = plan.config.trainer.recompute
+    passes = "no second forward pass" if on else "one more forward pass a step"
     lines.add_row(
-        "with checkpointing", size(other.peak), f"activations {size(other.activations)}; one more forward pass a step"
+        f"recompute={str(not on).lower()}",
+        size(plan.otherwise.peak),
+        f"activations {size(plan.otherwise.activations)}; {passes}",
     )
     return lines
 
@@ -139,7 +142,11 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             "backward_causal": 2 * causal,
             "backward_full": 2 * full,
         },
-        "memory": {**vars(plan.memory), "checkpointed_peak": plan.checkpointed.peak},
+        "memory": {
+            **vars(plan.memory),
+            "recompute": plan.config.trainer.recompute,
+            "peak_otherwise": plan.otherwise.peak,
+        },
         "run": {
             "tokens": plan.tokens,
             "flops_causal": plan.tokens * 3 * causal,

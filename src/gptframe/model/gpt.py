@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gptframe.config import ModelConfig
 from gptframe.errors import UserError
@@ -20,9 +21,15 @@ __all__ = ["GPT", "Context", "KVCache", "build_model"]
 class GPT(nn.Module):
     """A decoder-only language model, described by a `ModelConfig`.
 
+    Attributes:
+        recompute: in training, keep only the stream between blocks, and compute each block once more in the backward
+            pass (activation checkpointing, Chen et al., 2016).
+
     Raises:
         UserError: options that do not exist or do not fit together.
     """
+
+    recompute = False
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -67,7 +74,8 @@ class GPT(nn.Module):
         x = self.token_embedding(ids) * self.cfg.embedding_scale  # [B, T, D]
         x = self.dropout(self.embedding_norm(self.position(x, ctx)))
         for block in self.blocks:
-            x = self._mapped(block(x, ctx), x)
+            y = checkpoint(block, x, ctx, use_reentrant=False) if self.recompute and self.training else block(x, ctx)
+            x = self._mapped(y, x)
         return self.final_norm(x)
 
     def _mapped(self, y: object, x: Tensor) -> Tensor:
