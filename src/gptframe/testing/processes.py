@@ -27,7 +27,8 @@ def two_processes(s: Subject) -> str:
         raise Skip("no parameters")
     batches = [s.x(2, s.context, seed=rank) for rank in range(2)]
     wanted = _together(harness, batches)
-    for answer in _in_two_processes(harness, batches):
+    own = [s.file] if s.origin in registry.origins().values() else []
+    for answer in _in_two_processes(harness, batches, own):
         if "unreachable" in answer:
             raise Skip(f"two processes cannot meet here: {answer['unreachable']}")
         if "error" in answer:
@@ -55,10 +56,9 @@ def _together(harness: Harness, batches: list[Tensor]) -> dict[str, float]:
     return {n: float(p.grad.double().norm()) / 2 for n, p in harness.core.named_parameters() if p.grad is not None}
 
 
-def _in_two_processes(harness: Harness, batches: list[Tensor]) -> list[dict[str, Any]]:
+def _in_two_processes(harness: Harness, batches: list[Tensor], files: list[str]) -> list[dict[str, Any]]:
     """What each of two processes says: the norms of its gradients by name, or `error`, or `unreachable`."""
     harness.zero_grad(set_to_none=True)
-    files = sorted({origin.rpartition(":")[0] for origin in registry.origins().values()})
     try:
         job = pickle.dumps((harness, batches))
     except (TypeError, AttributeError, pickle.PicklingError) as error:
