@@ -8,18 +8,16 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores
 
 import pytest  # noqa: E402
+from registry_apart import registry_apart  # noqa: E402
 
-from gptframe import plugins, registry  # noqa: E402
+from gptframe import registry  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def registry_put_back(monkeypatch):
-    """Plugins and registrations of a test vanish after it; the built-in names stay."""
-    for kind in registry.KINDS:
-        registry.names(kind)
-    monkeypatch.setattr(registry, "_table", {kind: dict(rows) for kind, rows in registry._table.items()})
-    monkeypatch.setattr(registry, "_imported", set(registry._imported))
-    monkeypatch.setattr(plugins, "_loaded", dict(plugins._loaded))
+def registry_put_back():
+    """Plugins and registrations of a test vanish after it."""
+    with registry_apart():
+        yield
 
 
 @pytest.fixture
