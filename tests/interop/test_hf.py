@@ -15,6 +15,8 @@ from gptframe.config import Config, ModelConfig
 from gptframe.errors import UserError
 from gptframe.interop.hf import FORMATS, Reader, config_of, expansion, half_split, model_of
 from gptframe.model import build_model
+from gptframe.model.block import Block
+from gptframe.registry import register
 from gptframe.training import checkpoint, directory
 
 transformers = pytest.importorskip("transformers")
@@ -573,6 +575,22 @@ def test_what_stands_in_the_way_is_named(like: dict, changes: dict, kind: str, w
     with pytest.raises(UserError) as caught:
         config_of(Config.from_dict({"model": {**like, **changes}}).model, kind)
     assert words in str(caught.value) and str(caught.value).startswith(f"{kind} cannot express this model: ")
+
+
+def test_a_block_of_a_plugin_is_in_the_way_of_every_format() -> None:
+    @register("topology", "own_for_export")
+    class Own(Block):
+        pass
+
+    from gptframe.interop import andrea
+
+    for like in (GPT2_LIKE, LLAMA_LIKE, {**GPT2_LIKE, "position": {"name": "rope", "pairing": "half"}}):
+        with pytest.raises(UserError, match="model.topology=own_for_export"):
+            config_of(Config.from_dict({"model": {**like, "topology": "own_for_export"}}).model)
+    own = Config.from_dict({"model": {**GPT2_LIKE, "topology": {"name": "own_for_export"}}}).model
+    assert "model.topology=own_for_export" in andrea._obstacles(own)
+    same = Config.from_dict({"model": {**GPT2_LIKE, "topology": {"name": "sequential"}}}).model
+    assert config_of(same)[0].model_type == "gpt2"
 
 
 def test_the_nearest_format_is_named(tmp_path: Path, command) -> None:

@@ -56,7 +56,7 @@ def page_data(found: Trace, labels: list[str], vocabulary: list[str], origin: st
             "norm": f"{cfg.norm['name']}, {cfg.norm_placement['name']}",
             "positions": cfg.position["name"],
             "activation": cfg.activation["name"],
-            "topology": cfg.topology,
+            "topology": cfg.topology_section["name"],
             "head": "tied" if model.head is None else "untied",
         },
         "tokens": [{"text": t, "id": i} for t, i in zip(labels, found["ids"][0].tolist(), strict=True)],
@@ -147,6 +147,6 @@ def _diagram(found: Trace) -> dict[str, Any]:
         "position": "position" in found,
         "embedding_norm": taken(model.embedding_norm),
         "final_norm": taken(model.final_norm),
-        "parallel": model.cfg.topology == "parallel",
+        "parallel": model.cfg.topology_section["name"] == "parallel",
         "blocks": blocks,
     }

@@ -252,7 +252,7 @@ def _obstacles(cfg: ModelConfig) -> list[str]:
         "norm.name": (cfg.norm["name"], "layernorm"),
         "position.name": (cfg.position["name"], "learned"),
         "activation.name": (cfg.activation["name"], "gelu_tanh"),
-        "topology": (cfg.topology, "sequential"),
+        "topology": (cfg.topology_section["name"], "sequential"),
         "block": (cfg.block, ["attention", "mlp"]),
         "layers": (dict(cfg.layers), {}),
         "residual_scale": (cfg.residual_scale, None),

@@ -290,7 +290,7 @@ def _write_gpt2(w: Writer) -> Json:
     cfg = w.cfg
     w.common()
     w.need("norm_placement.name", cfg.norm_placement["name"], "pre")
-    w.need("topology", cfg.topology, "sequential")
+    w.need("topology", cfg.topology_section["name"], "sequential")
     w.need("position.name", cfg.position["name"], "learned")
     w.need("attention.n_kv_heads", w.kv_heads, cfg.n_heads)
     w.need("attention.qk_norm", w.attention.get("qk_norm", "none"), "none")
@@ -359,9 +359,10 @@ def _read_neox(c: Reader) -> Json:
 
 
 def _write_neox(w: Writer) -> Json:
-    cfg = w.cfg
+    cfg, topology = w.cfg, w.cfg.topology_section["name"]
     w.common()
     w.need("norm_placement.name", cfg.norm_placement["name"], "pre")
+    w.need("topology", topology, "sequential", "parallel")
     w.need("attention.n_kv_heads", w.kv_heads, cfg.n_heads)
     w.need("attention.qk_norm", w.attention.get("qk_norm", "none"), "none")
     w.need("attention.window", next((x for x in w.windows() if x), None), None)
@@ -375,7 +376,7 @@ def _write_neox(w: Writer) -> Json:
         "num_attention_heads": cfg.n_heads,
         "max_position_embeddings": cfg.context_length,
         "intermediate_size": cfg.hidden,
-        "use_parallel_residual": cfg.topology == "parallel",
+        "use_parallel_residual": topology == "parallel",
         "layer_norm_eps": w.norm("layernorm"),
         "hidden_act": w.activation(PLAIN),
         "attention_bias": w.biases[0],
@@ -500,7 +501,7 @@ def _write_kin(name: str, kin: Kin) -> Callable[[Writer], Json]:
         cfg = w.cfg
         w.common()
         w.need("norm_placement.name", cfg.norm_placement["name"], kin.placement)
-        w.need("topology", cfg.topology, "sequential")
+        w.need("topology", cfg.topology_section["name"], "sequential")
         w.need("attention.qk_norm", w.attention.get("qk_norm", "none"), kin.qk_norm)
         w.need("position.fraction", w.fraction, 1.0)
         qkv, out = w.biases
