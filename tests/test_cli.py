@@ -232,6 +232,7 @@ def test_an_option_of_ones_own_with_config_dir(workspace, capsys):
 
 
 def test_a_misspelt_option_stops_a_sweep_before_its_first_job(workspace, capsys):
+    assert fails(capsys, "train", "optimizer=lyon").startswith("error: optimizer=lyon: no such option. Did you mean")
     message = fails(capsys, "train", *QUICK, "-m", "optimizer=adamw,lyon")
     assert message.startswith("error: optimizer=lyon: no such option. Did you mean 'lion'?") and not run_dirs(workspace)
 

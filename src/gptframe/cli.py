@@ -120,7 +120,8 @@ def train(argv: list[str]) -> int:
     try:
         hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="train")(job)()
     except Exception as error:
-        if (started and not isinstance(error, compose.COMPOSE_ERRORS)) or isinstance(error, OSError):
+        # Hydra's error for an option that is not there is an OSError as well
+        if (started or isinstance(error, OSError)) and not isinstance(error, compose.COMPOSE_ERRORS):
             raise
         raise UserError(compose.explain(error)) from None  # Hydra refuses some overrides with bare ValueErrors
     finally:
