@@ -9,6 +9,7 @@ from torch import nn
 
 from gptframe import UserError
 from gptframe.model import Context, build_model
+from gptframe.model.context import scalars
 from gptframe.registry import register
 
 
@@ -21,13 +22,19 @@ def register_sized(kind="loss", shape=()):
             super().__init__()
             self.matrix = nn.Linear(cfg.d_model, cfg.d_model)
 
+        infinite = False
+
         def forward(self, x, ctx):
             y = self.matrix(x)
-            if kind == "loss":
+            if self.infinite:
+                ctx.add_loss("size", y.mean() + torch.inf)
+            elif kind == "loss":
                 ctx.add_loss("size", 0.5 * y.square().mean() + torch.zeros(shape))
             else:
                 ctx.log("mean", y.mean())
             return y
+
+    return Sized
 
 
 def model():
@@ -87,10 +94,44 @@ def test_compiled_it_is_the_same():
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_a_loss_that_is_no_scalar_is_named():
-    register_sized(shape=(3,))
-    with pytest.raises(UserError, match=r"got \[3\] as 'size': it takes a scalar"):
-        fit(ragged_batch(), 8, model=model())
+def test_a_metric_of_some_micro_batches_and_layers_is_their_mean():
+    @register("sublayer", "sized")
+    class Sometimes(nn.Module):
+        def __init__(self, cfg, layer: int):
+            super().__init__()
+            self.layer, self.calls, self.matrix = layer, 0, nn.Linear(cfg.d_model, cfg.d_model)
+
+        def forward(self, x, ctx):
+            self.calls += 1
+            if self.calls % 2:  # not in each micro-batch
+                ctx.log("three", 3.0 if self.layer else torch.tensor(3))
+            return self.matrix(x)
+
+    assert float(fit(ragged_batch(), 2, model=model()).last_extras["three"]) == pytest.approx(3)
+
+
+@pytest.mark.parametrize(
+    ("losses", "metrics", "said"),
+    [
+        ({"size": torch.zeros(3)}, {}, r"ctx.add_loss got \[3\] as 'size': it takes a scalar"),
+        ({"size": 1.0}, {}, "ctx.add_loss got float as 'size'"),
+        ({}, {"size": [torch.zeros(3)]}, r"ctx.log got \[3\] as 'size'"),
+        ({}, {"size": ["x"]}, "ctx.log got str as 'size'"),
+        ({"size": torch.zeros(())}, {"size": [1.0]}, "there is a loss of that name"),
+        *(({}, {name: [1.0]}, "cannot be the name of a column") for name in ("a,b", "a\nb", 'a"', " ", "", 3)),
+    ],
+)
+def test_what_cannot_be_added_or_logged_is_named(losses, metrics, said):
+    with pytest.raises(UserError, match=said):
+        scalars(Context(losses=losses, metrics=metrics))
+
+
+def test_a_loss_that_is_not_finite_is_named(make_config, tmp_path):
+    from gptframe.training.run import train
+
+    register_sized(shape=()).infinite = True
+    with pytest.raises(UserError, match="aux/size inf"):
+        train(make_config(model={"block": ["attention", "sized"]}, run_dir=str(tmp_path / "run")), [])
 
 
 def test_nothing_is_gathered_where_nobody_asks():

@@ -34,10 +34,10 @@ def test_a_new_metric_becomes_a_column(tmp_path):
     path = tmp_path / "metrics.csv"
     metrics = MetricsCSV(path)
     metrics.log_metrics({"train_loss": 1.0}, 1)
-    metrics.log_metrics({"train_loss": 0.5, "mine": 7.0}, 2)
+    metrics.log_metrics({"train_loss": 0.5, "mine, too": 7.0}, 2)
     metrics.log_metrics({"train_loss": 0.25}, 3)
     metrics.log_metrics({"val_loss": 0.75}, 3)
-    assert [(r["step"], r["train_loss"], r["val_loss"], r["mine"]) for r in rows(path)] == [
+    assert [(r["step"], r["train_loss"], r["val_loss"], r["mine, too"]) for r in rows(path)] == [
         ("1", "1.0", "", ""), ("2", "0.5", "", "7.0"), ("3", "0.25", "0.75", ""),
     ]  # fmt: skip
 

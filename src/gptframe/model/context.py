@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from gptframe.errors import UserError
+
 
 class KVCache:
     """What is kept of the tokens seen so far, for one sequence of calls to `GPT.forward`.
@@ -116,7 +118,7 @@ class Context:
     twice, so take nothing out."""
     losses: dict[str, Tensor] | None = None
     """In training, what `add_loss` has gathered; None where nobody wants it."""
-    metrics: dict[str, list[Tensor]] | None = None
+    metrics: dict[str, list[Tensor | float]] | None = None
     """In training, what `log` has gathered."""
 
     def add_loss(self, name: str, value: Tensor) -> None:
@@ -128,7 +130,45 @@ class Context:
         if self.losses is not None:
             self.losses[name] = self.losses[name] + value if name in self.losses else value
 
-    def log(self, name: str, value: Tensor) -> None:
-        """Log a scalar as `aux/<name>`, averaged over the layers that give it and over the micro-batches."""
+    def log(self, name: str, value: Tensor | float) -> None:
+        """Log a scalar as `aux/<name>`, averaged over the layers and the micro-batches that give it."""
         if self.metrics is not None:
-            self.metrics.setdefault(name, []).append(value.detach().float())
+            value = value.detach().float() if isinstance(value, Tensor) else value
+            self.metrics.setdefault(name, []).append(value)
+
+
+def scalars(ctx: Context) -> dict[str, Tensor]:
+    """What a forward pass has left in `ctx` by name: losses with their gradients, then means of metrics.
+
+    Raises:
+        UserError: one of them is no scalar, or a name stands for both.
+    """
+    found: dict[str, Tensor] = {}
+    for name, value in (ctx.losses or {}).items():
+        check_name("ctx.add_loss", name)
+        if not isinstance(value, Tensor) or value.ndim:
+            raise UserError(f"ctx.add_loss got {_words(value)} as {name!r}: it takes a scalar tensor, as in x.mean()")
+        found[name] = value
+    for name, values in (ctx.metrics or {}).items():
+        check_name("ctx.log", name)
+        if name in found:
+            raise UserError(f"ctx.log({name!r}, ...): there is a loss of that name, which is logged already")
+        for one in values:
+            if not isinstance(one, (Tensor, int, float)) or (isinstance(one, Tensor) and one.ndim):
+                raise UserError(f"ctx.log got {_words(one)} as {name!r}: it takes a scalar, as in x.mean()")
+        found[name] = torch.as_tensor(sum(values) / len(values), dtype=torch.float32)
+    return found
+
+
+def check_name(call: str, name: object) -> None:
+    """Refuse a name that cannot head a column of metrics.csv.
+
+    Args:
+        call: what was called with it, for the message.
+    """
+    if not isinstance(name, str) or not name.strip() or not name.isprintable() or set(name) & set(',"'):
+        raise UserError(f"{call}: {name!r} cannot be the name of a column: use letters, digits, _ and /")
+
+
+def _words(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from gptframe.model.context import Context
+from gptframe.errors import UserError
+from gptframe.model.context import Context, scalars
 from gptframe.model.gpt import GPT
 from gptframe.model.position import Position
 from gptframe.testing.kit import MODEL_KINDS, STREAM_KINDS, Failure, Skip, check
@@ -316,12 +317,14 @@ def losses(s: Subject) -> str:
     ctx = Context(positions=torch.arange(s.context), losses={}, metrics={})
     run(harness, x.requires_grad_(), ctx)
     assert ctx.losses is not None and ctx.metrics is not None
-    for name, value in [*ctx.losses.items(), *((n, v) for n, values in ctx.metrics.items() for v in values)]:
-        if not isinstance(value, Tensor) or value.ndim or not bool(value.isfinite()):
-            got = f"{list(value.shape)}" if isinstance(value, Tensor) and value.ndim else str(value)
-            raise Failure(
-                f"{name!r} is {got} and not a finite scalar", smallest=shape(x), cause="reduce it, as in value.mean()"
-            )
+    try:
+        found = scalars(ctx)  # as a training step reads them
+    except UserError as error:
+        what, _, remedy = str(error).rpartition(": ")
+        raise Failure(what, smallest=shape(x), cause=remedy) from None
+    for name, value in found.items():
+        if not bool(value.isfinite()):
+            raise Failure(f"{name!r} is {float(value)} and not finite", smallest=shape(x), cause="log(0), or 0 / 0")
     for name, value in ctx.losses.items():
         if not value.requires_grad:
             raise Failure(

@@ -89,7 +89,7 @@ class MetricsCSV(Logger):
     def _rewrite(self) -> None:
         if not self.write:
             return
-        header = ",".join(self.columns) + "\n"
+        header = self._format([{column: column for column in self.columns}])
         body = self._format(self.rows[:-1])
         last = self._format(self.rows[-1:])
         write_text(self.path, header + body + last)

@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from gptframe.errors import UserError
 from gptframe.model import GPT, Context
+from gptframe.model.context import check_name, scalars
 from gptframe.registry import build
 from gptframe.training.optimizer import param_groups
 
@@ -67,7 +68,9 @@ class GPTModule(pl.LightningModule):
         # The last step, for whoever logs it. Tensors, so that nothing waits for a GPU before it must.
         self.last_loss: Tensor = torch.zeros(())
         self.last_norm: Tensor = torch.zeros(())
+        self.last_objective: Tensor = torch.zeros(())  # the loss and what `ctx.add_loss` trains beside it
         self.last_extras: dict[str, Tensor] = {}
+        self.noted: dict[str, float] = {}  # what callbacks have logged since the last row
         self.last_lr = 0.0
         self.tokens: Tensor | int = 0
         self._checked = False
@@ -100,6 +103,8 @@ class GPTModule(pl.LightningModule):
         micro_batches = split(batch, self.micro_batch_size)
         total = torch.zeros((), device=self.device)
         extras: dict[str, Tensor] = {}
+        seen: dict[str, Tensor] = {}  # targets of the micro-batches that gave a metric
+        trained: set[str] = set()
         for i, micro in enumerate(micro_batches):
             with contextlib.nullcontext() if i == len(micro_batches) - 1 else self._no_sync():
                 ctx = Context(documents=micro.get("documents"), losses={}, metrics={})
@@ -109,11 +114,17 @@ class GPTModule(pl.LightningModule):
                 if found:  # each micro-batch counts by its targets
                     own = (micro["targets"] != IGNORED).sum()
                     loss = loss + own * sum(found[name] for name in ctx.losses or ())
+                    trained.update(ctx.losses or ())
                     for name, value in found.items():
                         extras[name] = extras.get(name, 0.0) + own * value.detach()
+                        seen[name] = seen.get(name, 0) + own
                 self.manual_backward(loss * weight)
         self.last_loss = self._over_ranks(total) / n_targets.clamp(min=1)
-        self.last_extras = {n: self._over_ranks(v) / n_targets.clamp(min=1) for n, v in sorted(extras.items())}
+        for name, value in sorted(extras.items()):  # in one order on all ranks
+            of = n_targets if name in trained else self._over_ranks(seen[name])
+            extras[name] = self._over_ranks(value) / of.clamp(min=1)
+        self.last_extras = extras
+        self.last_objective = self.last_loss + sum(self.last_extras[name] for name in trained)
         self.tokens = self.tokens + n_targets
         optimizer.step()  # clips in on_before_optimizer_step, where fp16 gradients are already unscaled
         self.last_lr = optimizer.param_groups[0]["lr"]  # a callback may have set another one before the step
@@ -136,7 +147,8 @@ class GPTModule(pl.LightningModule):
         self.last_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         # An fp16 gradient overflows now and then while the scaler looks for its scale, and the scaler skips that step.
-        finite = self.last_loss.isfinite() if scaler is not None else (self.last_loss + self.last_norm).isfinite()
+        objective = self.last_objective
+        finite = objective.isfinite() if scaler is not None else (objective + self.last_norm).isfinite()
         if bool(finite):
             self.bad_steps = 0
             if self.clip_norm is not None:
@@ -167,6 +179,14 @@ class GPTModule(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.tokens = checkpoint.get("gptframe", {}).get("tokens", 0)
 
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Note a number for the column `aux/<name>` of the next row: for callbacks, in place of Lightning's own way to
+        the loggers, which counts steps in another way and writes every 50 of them."""
+        check_name("pl_module.log", name)
+        if not isinstance(value, (Tensor, int, float)) or (isinstance(value, Tensor) and value.numel() != 1):
+            raise UserError(f"pl_module.log got {type(value).__name__} as {name!r}: it takes a number")
+        self.noted[name] = float(value)
+
     def _over_ranks(self, value: Tensor) -> Tensor:
         return self.trainer.strategy.reduce(value, reduce_op="sum") if self.trainer.world_size > 1 else value
 
@@ -179,24 +199,6 @@ def split(batch: Mapping[str, Tensor], size: int) -> list[dict[str, Tensor]]:
     """The micro-batches of a batch: every [B, ...] tensor cut in rows of `size`; the last may be shorter."""
     parts = {key: value.split(size) for key, value in batch.items()}
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
-
-
-def scalars(ctx: Context) -> dict[str, Tensor]:
-    """What a forward pass has left in `ctx` by name: losses with their gradients, then means of metrics.
-
-    Raises:
-        UserError: one of them is no scalar, or a name stands for both.
-    """
-    found = dict(ctx.losses or {})
-    for name, values in (ctx.metrics or {}).items():
-        if name in found:
-            raise UserError(f"ctx.log({name!r}, ...): there is a loss of that name, which is logged already")
-        found[name] = torch.stack(values).mean(dim=0)
-    for name, value in found.items():
-        if not isinstance(value, Tensor) or value.ndim:
-            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(f"ctx.add_loss or ctx.log got {got} as {name!r}: it takes a scalar, as in value.mean()")
-    return found
 
 
 def context(batch: Mapping[str, Tensor]) -> Context | None:
