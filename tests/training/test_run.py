@@ -358,3 +358,43 @@ def test_threads_are_set_and_put_back(make_config):
     run = train(make_config(trainer={"max_steps": 1, "threads": 2}), []).run_dir
     assert json.loads((run / "manifest.json").read_text())["sessions"][0]["device"]["threads"] == 2
     assert torch.get_num_threads() == before
+
+
+def register_callback(state, stop_after=10**9):
+    """A callback `mine` that logs how many steps it saw, and may stop the run."""
+    import pytorch_lightning as pl
+
+    from gptframe import register
+
+    @register("callback", "mine")
+    class Mine(pl.Callback):
+        def state_dict(self):
+            return state
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            pl_module.log("steps", trainer.global_step)
+            trainer.should_stop = trainer.global_step >= stop_after
+
+
+def test_a_callback_logs_and_stops_and_the_run_is_saved_where_it_stopped(make_config):
+    register_callback({}, stop_after=7)
+    run = train(make_config(callbacks={"extra": {"mine": {}}}), [])
+    assert run.step == 7 and (run.run_dir / "checkpoints" / "step_00000007.ckpt").is_file()
+    found = rows(run.run_dir)
+    assert [row["aux/steps"] for row in found] == ["1.0", "2.0", "3.0", "4.0", "5.0", "6.0", "7.0"]
+    assert found[-1]["val_loss"]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"path": Path("x")}, "Mine.state_dict holds what a checkpoint cannot (pathlib"),
+        ({"function": lambda: 0}, "Mine.state_dict holds what a checkpoint cannot"),
+        (3, "Mine.state_dict gave int: it must give a dict"),
+    ],
+)
+def test_a_state_that_could_not_be_loaded_is_refused_before_the_first_step(make_config, state, said):
+    register_callback(state)
+    with pytest.raises(UserError) as error:
+        train(make_config(callbacks={"extra": {"mine": {}}}, run_dir="run"), [])
+    assert said in str(error.value) and not rows(Path("run"))

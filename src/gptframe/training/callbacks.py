@@ -76,6 +76,9 @@ class StepBoundary(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GPTModule)
         self.signals.install()  # Lightning has put its own handlers in the meantime
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:  # now, as the first checkpoint may be hours away
+            checkpoints.refuse_unreadable(type(callback).__name__, callback.state_dict())
         self.tokens_logged = int(pl_module.tokens)
         step = trainer.global_step
         owed = step > 0 and step % self.val_interval == 0 and step not in self.metrics.series("val_loss")[0]
@@ -87,7 +90,8 @@ class StepBoundary(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, GPTModule)
-        step, last = trainer.global_step, trainer.global_step >= trainer.max_steps
+        step = trainer.global_step
+        last = step >= trainer.max_steps or trainer.should_stop  # a callback of a plugin may stop early
         if pl_module.bad_steps >= self.nonfinite_patience or (last and pl_module.bad_steps):
             raise self._not_finite(pl_module, step)
         self.seconds += time.perf_counter() - self._mark
@@ -122,9 +126,10 @@ class StepBoundary(pl.Callback):
             "lr": float(module.last_lr),
             "grad_norm": float(module.last_norm),
             **{f"aux/{name}": float(value) for name, value in module.last_extras.items()},
+            **{f"aux/{name}": value for name, value in module.noted.items()},
             "tokens_per_second": round((tokens - self.tokens_logged) / max(self.seconds, 1e-9), 1),
         }
-        self.seconds, self.tokens_logged = 0.0, tokens
+        self.seconds, self.tokens_logged, module.noted = 0.0, tokens, {}
         self._write(trainer, row, step)
 
     def _write(self, trainer: pl.Trainer, row: dict[str, float], step: int) -> None:
@@ -160,8 +165,10 @@ class StepBoundary(pl.Callback):
         kept = f"the last good checkpoint is of step {found[0][0]}" if found else "there was no checkpoint yet"
         loss = float(module.last_loss)
         what = "gradient or a weight" if math.isfinite(loss) else "loss"
+        extras = {name: float(value) for name, value in module.last_extras.items()}
+        aux = "".join(f", aux/{name} {value:g}" for name, value in extras.items() if not math.isfinite(value))
         return UserError(
-            f"the {what} is not finite at step {step} (loss {loss:g}, lr {module.last_lr:.3g}); {kept}. "
+            f"the {what} is not finite at step {step} (loss {loss:g}{aux}, lr {module.last_lr:.3g}); {kept}. "
             f"Try a lower optimizer.lr, a longer schedule.warmup_steps or a lower trainer.clip_norm"
         )
 

@@ -7,7 +7,9 @@ CRC-32 of every record, which tells a truncated or damaged file from a sound one
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import re
 import sys
 import zipfile
@@ -53,6 +55,27 @@ def save(checkpoint: Mapping[str, Any], path: Path) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def refuse_unreadable(owner: str, state: object) -> None:
+    """Refuse a state that could be saved and not be loaded again: `load` takes tensors and plain containers alone.
+
+    Raises:
+        UserError: whose state it is, and what is wrong with it.
+    """
+    file = io.BytesIO()
+    try:
+        if not isinstance(state, dict):
+            raise UserError(f"{owner}.state_dict gave {type(state).__name__}: it must give a dict")
+        torch.save(state, file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = found[1] if found else str(error).splitlines()[0]
+        raise UserError(
+            f"{owner}.state_dict holds what a checkpoint cannot ({what}): "
+            f"keep tensors, numbers, text, lists and dicts in it"
+        ) from None
 
 
 def sync_directory(path: Path) -> None:
