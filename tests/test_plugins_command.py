@@ -184,6 +184,15 @@ def test_check_says_what_is_wrong_and_exits_with_1(broken, capsys):
     assert code == 1 and report["passed"].keys() == {"contract"} and report["failures"][0]["check"] == "batch"
 
 
+def test_a_part_that_exits_fails_and_a_check_of_one_kind_skips_the_others(broken, capsys):
+    extra = '\n\n@register("init", "steady")\ndef steady(role, shape, cfg):\n    return 1.0\n'
+    Path(broken).write_text(BROKEN.replace('raise RuntimeError("no shift")', "raise SystemExit(0)") + extra)
+    code, out, _ = run(capsys, "check", broken, "model.norm.shift=1.5", "--only", "contract")
+    assert code == 1 and "raised SystemExit: 0" in out and "init steady" in out
+    code, out, err = run(capsys, "check", broken, "--only", "tokens")
+    assert code == 0 and "norm batchy" in out and "init steady" not in out, err
+
+
 def test_options_reach_the_part_and_a_bug_of_its_own_shows_its_line(broken, capsys):
     code, out, err = run(capsys, "check", broken, "+model.norm.shift=1.5")
     assert code == 1 and "forward raised RuntimeError: no shift" in out and "0 checks passed" in out
@@ -201,18 +210,21 @@ def test_sizes_reach_the_model(capsys):
         (["lst"], "plugins has no action 'lst'. Did you mean 'list'"),
         (["list", "norms"], "unknown kind 'norms'. Did you mean 'norm'"),
         (["list", "norm", "model=gpt2"], "model=gpt2: `plugins list` takes no override but plugins=[file.py]"),
-        (["list", "plugins=[nowhere.py]"], "plugins: nowhere.py is neither a .py file nor the name of a module"),
+        (["list", "plugins=[nowhere.py]"], "plugins: nowhere.py does not exist"),
+        (["list", "plugins=[nowhere]"], "plugins: nowhere is neither a .py file nor the name of a module"),
         (["show", "swigloo"], "nothing is registered as 'swigloo'. Did you mean 'swiglu'"),
         (["show", "norms/rmsnorm"], "unknown kind 'norms'"),
         (["new", "sublayr", "x"], "no template for a 'sublayr'. Did you mean 'sublayer'"),
         (["new", "sublayer", "a-b"], "'a-b' cannot be a plugin's name"),
+        (["new", "sublayer", "code"], "'code' is the name of a Python module, which code.py would hide"),
         (["new", "sublayer", "class"], "'class' cannot be a plugin's name"),
         (["new", "sublayer", "../up"], "cannot be a plugin's name"),
         (["new", "sublayer", "attention"], "sublayer 'attention' is registered already"),
         (["new", "sublayer", "norm"], "'norm' is a key of the model's config"),
         (["new", "sublayer", "fine", "--dir", "/dev/null/x"], "nothing was written"),
         (["check", "nothing_of_that_name"], "nothing is registered as 'nothing_of_that_name'"),
-        (["check", "nowhere.py"], "plugins: nowhere.py is neither a .py file"),
+        (["check", "nowhere.py"], "plugins: nowhere.py does not exist"),
+        (["check", "mlp", "model.mlp.bias=maybe"], "model.mlp.bias='maybe' must be true or false"),
         (["check", "rmsnorm", "model.norm.epz=1"], "norm RMSNorm has no such option. Did you mean 'eps'"),
         (["check", "rmsnorm", "trainer.max_steps=3"], "trainer.max_steps=3 has no effect"),
         (["check", "rmsnorm", "--only", "futre"], "'futre' is no check of a norm. Did you mean 'future'"),

@@ -90,6 +90,9 @@ def catalogue(plugins: Iterable[str] = ()) -> list[Listing]:
         path = Path(plugin).expanduser()
         found = [path] if path.suffix == ".py" or path.exists() else list(_of_module(plugin))
         if not found or not found[0].is_file():
+            if path.suffix == ".py" or path.exists():
+                kind = "is a folder: give a .py file" if path.is_dir() else "does not exist"
+                raise UserError(f"plugins: {plugin} {kind}")
             raise UserError(f"plugins: {plugin} is neither a .py file nor the name of a module")
         files |= {file.resolve(): False for file in found}
     listings = [listing for file, built_in in files.items() for listing in read(file, built_in)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import keyword
 import sys
@@ -168,6 +169,8 @@ def _new(argv: list[str]) -> int:
     taken = [entry for entry in catalogue() if (entry.kind, entry.name) == (kind, name)]
     if taken:
         raise UserError(f"{kind} {name!r} is registered already ({taken[0].origin}): choose another name")
+    if not arguments.package and importlib.util.find_spec(name) is not None:
+        raise UserError(f"{name!r} is the name of a Python module, which {name}.py would hide: choose another name")
     if kind == "sublayer" and name in _model_keys():
         raise UserError(f"{name!r} is a key of the model's config, and cannot name a sublayer: choose another name")
     template = TEMPLATES[kind]
@@ -271,12 +274,18 @@ def _check(argv: list[str]) -> int:
 
 def _run(parts: Sequence[tuple[str, str]], overrides: Sequence[str], only: list[str] | None) -> list[Report]:
     from gptframe.testing import conformance
+    from gptframe.testing.kit import checks_of
 
     own = {part: _options(*part, overrides) for part in parts}
     used = {override for _, taken in own.values() for override in taken}
     rest = [o for o in overrides if o not in used and not o.lstrip("+").startswith("plugins=")]
     cfg = _small_model(rest) if rest else None
-    return [conformance(*part, own[part][0], cfg, only) for part in parts]
+    wanted: dict[tuple[str, str], list[str] | None] = dict.fromkeys(parts)
+    if only is not None:  # of several parts, each has the checks of its kind
+        known = {part: {one.name for one in checks_of(part[0])} for part in parts}
+        nobodys = [name for name in only if not any(name in names for names in known.values())]
+        wanted = {part: nobodys + [name for name in only if name in names] for part, names in known.items()}
+    return [conformance(*part, own[part][0], cfg, wanted[part]) for part in parts if wanted[part] != []]
 
 
 PREFIXES = {

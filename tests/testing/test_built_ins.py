@@ -64,6 +64,22 @@ def test_what_needs_a_file_says_so():
         conformance("corpus", "text")
 
 
+def test_a_head_with_a_matrix_of_its_own_is_not_accused():
+    @registry.register("head", "with_a_matrix")
+    class WithAMatrix(Head):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self.mix = nn.Linear(cfg.d_model, cfg.d_model)
+
+        def forward(self, x, weight):
+            return super().forward(self.mix(x), weight)
+
+        def loss(self, x, weight, targets, ctx):
+            return super().loss(self.mix(x), weight, targets, ctx)
+
+    conformance("head", "with_a_matrix").raise_failures()
+
+
 def test_the_fixture(conformance, tmp_path):
     file = tmp_path / "for_the_fixture.py"
     file.write_text(

@@ -53,13 +53,14 @@ def head_contract(s: Subject) -> str:
         raise raised(error, s, "the constructor") from None
     for x in (bench.x, bench.x[:, :1], bench.x.flatten(0, 1), bench.x[:, -1], bench.x.bfloat16()):
         try:
-            y = bench.head(x, bench.weight.to(x.dtype))
+            y = bench.head.to(x.dtype)(x, bench.weight.to(x.dtype))
         except Exception as error:
             raise raised(error, s, "forward", smallest=f"{shape(x)} {x.dtype}") from None
         wanted = (*x.shape[:-1], bench.weight.shape[0])
         if not isinstance(y, Tensor) or tuple(y.shape) != wanted:
             got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
             raise Failure(f"forward returned {got} where {list(wanted)} is wanted", smallest=shape(x))
+    bench.head.float()
     value, _ = bench.loss()
     if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
         got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -83,6 +84,7 @@ def cross_entropy(s: Subject) -> str:
                 cause="return the sum over targets other than -100; what is trained besides goes through ctx.add_loss",
             )
         nothing, _ = bench.loss(targets=torch.full_like(bench.targets, IGNORED))
+        nothing = nothing.detach()
         if float(nothing) != 0:
             raise Failure(f"without any target the loss is {float(nothing):.4f} and not 0 ({mode})", cause="a mean")
     return ""

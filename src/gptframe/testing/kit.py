@@ -132,7 +132,10 @@ def checks_of(kind: str, only: Iterable[str] | None = None) -> list[Check]:
     names = [c.name for c in found]
     for name in only:
         if name not in names:
-            raise UserError(f"{name!r} is no check of a {kind}. {nearest(name, names)}Checks: {', '.join(names)}")
+            article = "an" if kind[0] in "aeio" else "a"
+            raise UserError(
+                f"{name!r} is no check of {article} {kind}. {nearest(name, names)}Checks: {', '.join(names)}"
+            )
     return [c for c in found if c.name in set(only)]
 
 
@@ -175,7 +178,7 @@ def _conformance(subject: Subject, wanted: list[Check]) -> Report:
             report.skipped[one.name] = str(reason)
         except Failure as failure:
             report.failures.append(_named(failure, one, subject))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a part that calls sys.exit must not end the report
             if one.name == "contract" and isinstance(error, UserError):
                 raise  # the options or sizes that were given
             report.failures.append(_named(raised(error, subject), one, subject))
@@ -191,7 +194,7 @@ def _named(failure: Failure, one: Check, subject: Subject) -> Failure:
     return failure
 
 
-def raised(error: Exception, subject: Subject, during: str = "", cause: str = "", smallest: str = "") -> Failure:
+def raised(error: BaseException, subject: Subject, during: str = "", cause: str = "", smallest: str = "") -> Failure:
     """The failure of a part that raised `error`: where is the innermost line of the part's own file."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename == subject.file]

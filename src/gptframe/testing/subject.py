@@ -113,7 +113,8 @@ class Subject:
                     "activation": (),
                     "position": (self.cfg,),
                 }[self.kind]
-                core = registry.build(self.kind, self.section, *arguments, key=f"model.{self.kind}")
+                key = f"model.{self.name if self.kind == 'sublayer' else self.kind}"
+                core = registry.build(self.kind, self.section, *arguments, key=key)
         if not isinstance(core, nn.Module):
             raise TypeError(f"{self.kind} {self.name!r} is no nn.Module but {type(core).__name__}")
         return Harness(self.kind, core, self.seat)
