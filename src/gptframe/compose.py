@@ -294,6 +294,9 @@ def _explain_key(key: str, text: str) -> str:
     if "/" in key:
         return f"{key}: no such group. {nearest(key, known_groups)}Groups: {', '.join(known_groups)}"
     keys = default_keys()
+    if key in keys:  # one of the default option, which another option of the group leaves out
+        group = key.partition(".")[0]
+        return f"{key}: the option of {group}= that is selected leaves it out; a plus adds it: +{key}=..."
     head, _, tail = key.rpartition(".")
     siblings = [k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == head]
     near = nearest(tail, siblings)
@@ -303,8 +306,8 @@ def _explain_key(key: str, text: str) -> str:
     title, known = (
         (f"Keys of {head}", siblings) if head and siblings else ("Keys and groups", [*known_groups, *keys_at_top(keys)])
     )
-    if key.startswith("model.") and key.count(".") > 1 and not siblings:
-        return f"{key}: no such key. The options of a sublayer of your own need a plus: +{key}=..."
+    if key.startswith(("model.", "callbacks.extra.")) and key.count(".") > 1 and not siblings:
+        return f"{key}: no such key. The options of a part of your own need a plus: +{key}=..."
     return f"{key}: no such key. {near}{title}: {', '.join(dict.fromkeys(known))}"
 
 

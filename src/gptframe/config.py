@@ -370,7 +370,8 @@ def convert(hint: Any, value: Any, key: str) -> Any:
         return float(value)
     elif hint is str and isinstance(value, str):
         return value
-    raise UserError(f"{key}={value!r} must be {_words(hint)}")
+    named = isinstance(value, str) and hint == Section and key != "model.expansion"
+    raise UserError(f"{key}={value!r} must be {_words(hint)}" + (f", as in {key}.name={value}" if named else ""))
 
 
 def _int_or(value: float) -> int | None:
@@ -401,7 +402,8 @@ def _words(hint: Any) -> str:
     if kind is list:
         return "a list"
     if kind is dict:
-        return "a section of options"
+        named = any(typing.get_origin(h) is dict for h in (arguments[1], *typing.get_args(arguments[1])))
+        return "names with their options, as in {my_part: {rate: 0.1}}" if named else "a section of options"
     return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 

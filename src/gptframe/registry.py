@@ -285,7 +285,8 @@ def check(kind: str, section: Mapping[str, Any], n_positional: int, key: str = "
     key = key or kind
     if not isinstance(section, Mapping) or not section.get("name"):
         raise UserError(f"{key} needs a name: {key}.name=... Known: {', '.join(names(kind))}")
-    found = entry(kind, section["name"], f"{key}.name")
+    # a section of its own, as model.transforms.lora, is called by its name; others have it as an option
+    found = entry(kind, section["name"], key if key.endswith(f".{section['name']}") else f"{key}.name")
     broken = UserError(f"{kind} {section['name']!r} ({found.origin}) breaks its contract: {KINDS[kind][0]}")
     if not callable(found.value):
         raise broken

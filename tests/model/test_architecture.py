@@ -360,3 +360,20 @@ def test_a_position_of_a_plugin(fresh_registry, seat):
     else:
         with pytest.raises(UserError, match="position 'shift'.*seat=.* must be embedding or attention"):
             build_model(cfg)
+
+
+def test_a_transform_that_returns_a_module_or_freezes_all_is_refused(fresh_registry):
+    from gptframe.training.optimizer import param_groups
+
+    @registry.register("transform", "spoils")
+    def spoils(model, how: str):
+        model.requires_grad_(False)
+        return {"lost": nn.Linear(2, 2), "itself": model}[how]
+
+    def built(how):
+        return build_model(small(transforms={"spoils": {"how": how}}))
+
+    with pytest.raises(UserError, match=r"transform 'spoils' .* returned Linear, which would be lost"):
+        built("lost")
+    with pytest.raises(UserError, match="every parameter is frozen"):
+        param_groups(built("itself"))

@@ -59,7 +59,12 @@ class GPT(nn.Module):
                 f"use position=learned or position=none"
             )
         for name, options in cfg.transforms.items():
-            build("transform", {"name": name, **options}, self, key=f"model.transforms.{name}")
+            made = build("transform", {"name": name, **options}, self, key=f"model.transforms.{name}")
+            if made is not None and made is not self:
+                raise UserError(
+                    f"transform {name!r} ({entry('transform', name).origin}) returned {type(made).__name__}, which "
+                    f"would be lost: it must change the model that it gets, and return nothing"
+                )
 
     @property
     def head_weight(self) -> Tensor:

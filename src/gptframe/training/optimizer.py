@@ -30,6 +30,7 @@ def param_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Every trainable parameter in exactly one group `{"params", "param_names", "role"}`; empty groups are left out.
 
     Raises:
+        UserError: all of them are frozen.
         AssertionError: a parameter is in no group or in two. It cannot happen by configuration.
     """
     groups: dict[str, dict[str, Any]] = {r: {"params": [], "param_names": [], "role": r} for r in ROLES}
@@ -48,6 +49,8 @@ def param_groups(model: nn.Module) -> list[dict[str, Any]]:
     placed = [p for group in groups.values() for p in group["params"]]
     trainable = [p for p in model.parameters() if p.requires_grad]
     assert len(placed) == len(set(placed)) == len(trainable) and set(placed) == set(trainable)
+    if not placed:
+        raise UserError("nothing is left to train: every parameter is frozen, as by one of model.transforms")
     return [group for group in groups.values() if group["params"]]
 
 
