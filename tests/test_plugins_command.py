@@ -184,11 +184,13 @@ def test_check_says_what_is_wrong_and_exits_with_1(broken, capsys):
     assert code == 1 and report["passed"].keys() == {"contract"} and report["failures"][0]["check"] == "batch"
 
 
-def test_a_part_that_exits_fails_and_a_check_of_one_kind_skips_the_others(broken, capsys):
+def test_a_part_that_exits_or_prints_and_a_check_of_one_of_two_kinds(broken, capsys):
     extra = '\n\n@register("init", "steady")\ndef steady(role, shape, cfg):\n    return 1.0\n'
     Path(broken).write_text(BROKEN.replace('raise RuntimeError("no shift")', "raise SystemExit(0)") + extra)
     code, out, _ = run(capsys, "check", broken, "model.norm.shift=1.5", "--only", "contract")
     assert code == 1 and "raised SystemExit: 0" in out and "init steady" in out
+    Path(broken).write_text(BROKEN.replace("return x", "print('noise'); return x") + extra + "print('noise')\n")
+    assert len(json.loads(run(capsys, "check", broken, "--only", "contract", "--json")[1])) == 2
     code, out, err = run(capsys, "check", broken, "--only", "tokens")
     assert code == 0 and "norm batchy" in out and "init steady" not in out, err
 

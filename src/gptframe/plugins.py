@@ -7,6 +7,7 @@ option files for Hydra's groups: the entry-point group `gptframe.conf` names a f
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -90,7 +91,8 @@ def _import_file(path: Path) -> str:
 
 def _import(action: Callable[[], object], what: str, module: str) -> None:
     try:
-        action()
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for what was asked for, as with --json
+            action()
     except SyntaxError as error:
         registry.forget(module)
         raise UserError(f"{what}: syntax error at {error.filename}:{error.lineno}: {error.msg}") from None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import keyword
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -261,15 +263,30 @@ def _check(argv: list[str]) -> int:
 
     from gptframe import plugins
 
-    plugins.load([*files, *_plugins(overrides)])
     only = [name.strip() for name in arguments.only.split(",")] if arguments.only else None
-    reports = _run(parts, overrides, only)
+    with _stdout_apart() if arguments.json else contextlib.nullcontext():
+        plugins.load([*files, *_plugins(overrides)])
+        reports = _run(parts, overrides, only)
     if arguments.json:
         _print_json([report.to_dict() for report in reports])
     else:
         for report in reports:
             _print_report(report)
     return 0 if all(report.ok for report in reports) else 1
+
+
+@contextlib.contextmanager
+def _stdout_apart() -> Iterator[None]:
+    """What a part prints goes to stderr, from the processes that a check starts as well."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def _run(parts: Sequence[tuple[str, str]], overrides: Sequence[str], only: list[str] | None) -> list[Report]:
