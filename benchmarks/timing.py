@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -62,10 +63,24 @@ def machine(device: torch.device, threads: Sequence[int]) -> str:
     """One line that says what the numbers were measured on."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
-    model = "CPU"
+    return f"{processor()}, threads {list(threads)}, torch {torch.__version__}"
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it."""
     try:
         with open("/proc/cpuinfo") as file:
-            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
+            return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), "CPU")
     except OSError:
-        pass
-    return f"{model}, threads {list(threads)}, torch {torch.__version__}"
+        return "CPU"
+
+
+def ratio_words(values: tuple[float, float, float]) -> str:
+    """A median with its quartiles, as it is printed."""
+    return f"{values[1]:.3f} [{values[0]:.3f}, {values[2]:.3f}]"
+
+
+def load() -> str:
+    """What the machine is and what else keeps it busy: processes that want to run, against cores."""
+    busy = " ".join(f"{value:.1f}" for value in os.getloadavg())
+    return f"{processor()}, {os.cpu_count()} cores, load {busy} (1, 5, 15 minutes)"
