@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import io
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +186,8 @@ def _job(cfg: Any, table: list[str]) -> int:
         config = read_config(cfg, overrides, settings.runtime.output_dir if sweep else None)
         if sweep and config.trainer.devices * config.trainer.num_nodes > 1:
             raise UserError("a run on several devices starts its own command again, all of a sweep's: leave out -m")
-        from gptframe.training.run import train as run_training
+        with _uncollected():
+            from gptframe.training.run import train as run_training
 
         if sweep:
             print(f"\n{context.rstrip(': ')}", flush=True)
@@ -201,6 +204,18 @@ def _job(cfg: Any, table: list[str]) -> int:
             table.append(f"{context}failed")
             print(f"error: {context.rstrip(': ')} failed", file=sys.stderr)
         return _unexpected(error, context)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection while a large library is imported: it makes objects by the million, and no garbage."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def read_config(cfg: Any, overrides: list[str], output_dir: str | None = None) -> Any:
