@@ -98,6 +98,20 @@ def test_documents():
     assert "documents" not in next(iter(ValBatches(store(12), 6, 2)))
 
 
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=30), length=st.integers(1, 12))
+def test_documents_are_those_of_a_search_at_each_position(lengths, length):
+    ends = np.cumsum([0, 2, *lengths])
+    plain = np.searchsorted(ends, np.arange(ends[-1] + length), side="right") - 1
+    start = 0
+    for batch in ValBatches(store(int(ends[-1]), ends), length, 2, documents=True):
+        for row, targets in zip(batch["documents"], batch["targets"], strict=True):
+            if (targets != -100).any():
+                expected = plain[start : start + length]
+                assert row.tolist() == (expected - expected[0]).tolist()
+            start += length
+
+
 def test_writing_into_a_batch_changes_no_other():
     batches = Batches(store(50), 5, 2, 0)
     batch = batches.at(0)

@@ -59,10 +59,19 @@ class _Windows:
         # The copies are contiguous tensors of their own: whoever writes into one changes no other.
         batch = {"ids": torch.from_numpy(rows[:, :-1].copy()), "targets": torch.from_numpy(targets)}
         if self.with_documents:
-            positions = np.clip(starts, 0, None)[:, None] + np.arange(self.length)
-            documents = np.searchsorted(self.store.documents, positions, side="right") - 1
-            batch["documents"] = torch.from_numpy(documents - documents[:, :1])
+            batch["documents"] = torch.from_numpy(self._documents_of(np.clip(starts, 0, None)))
         return batch
+
+    def _documents_of(self, starts: np.ndarray) -> np.ndarray:
+        """For each position of the windows at `starts` its document, counted from the window's first, [b, T]."""
+        ends = self.store.documents
+        # Looked up once a window, not at every position: the documents that begin inside, summed from left to right.
+        first, last = (np.searchsorted(ends, at, side="right") for at in (starts, starts + self.length - 1))
+        begun = [
+            np.bincount(ends[i:j] - start, minlength=self.length)
+            for i, j, start in zip(first, last, starts, strict=True)
+        ]
+        return np.cumsum(begun, axis=1, dtype=np.int64)
 
 
 class Batches:
