@@ -228,7 +228,7 @@ class Progress:
             TextColumn("eta"),
             TimeRemainingColumn(compact=True),
             console=self.console,
-            refresh_per_second=8,
+            refresh_per_second=2,  # each drawing takes as long as a small model's step, from the steps' own time
         )
         self.task = self.bar.add_task("", total=self.max_steps, completed=step, text="")
         self.bar.start()

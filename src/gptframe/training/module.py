@@ -73,8 +73,15 @@ class GPTModule(pl.LightningModule):
         self.noted: dict[str, float] = {}  # what callbacks have logged since the last row
         self.last_lr = 0.0
         self.tokens: Tensor | int = 0
+        self.all_parameters: list[torch.nn.Parameter] = []  # a walk through the modules at every step shows
         self._checked = False
         self.bad_steps = 0  # consecutive steps whose loss or gradient is not finite
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_current_fx_name":  # Lightning writes it dozens of times a step, and Module looks for tensors first
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         optimizer = build("optimizer", self.optimizer_section, param_groups(self.model))
@@ -82,6 +89,11 @@ class GPTModule(pl.LightningModule):
             group.setdefault("initial_lr", group["lr"])
         # A fused optimiser would unscale fp16 gradients inside its step, after clipping. Lightning is to do it before.
         optimizer._step_supports_amp_scaling = False
+        if self.device.type == "cpu":
+            # Asks, at every step, whether a CUDA graph is being captured, and to that end for the driver's library:
+            # where there is none, a search through the file system that takes longer than the update itself.
+            optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[attr-defined]
+        self.all_parameters = list(self.model.parameters())
         return optimizer
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -99,7 +111,8 @@ class GPTModule(pl.LightningModule):
 
         n_targets = self._over_ranks((batch["targets"] != IGNORED).sum())
         # data-parallel strategies average gradients over ranks; the loss is a mean over the targets of all of them
-        weight = self.trainer.world_size / n_targets.clamp(min=1)
+        divisor = n_targets.clamp(min=1)
+        weight = self.trainer.world_size / divisor
         micro_batches = split(batch, self.micro_batch_size)
         total = torch.zeros((), device=self.device)
         extras: dict[str, Tensor] = {}
@@ -119,7 +132,7 @@ class GPTModule(pl.LightningModule):
                         extras[name] = extras.get(name, 0.0) + own * value.detach()
                         seen[name] = seen.get(name, 0) + own
                 self.manual_backward(loss * weight)
-        self.last_loss = self._over_ranks(total) / n_targets.clamp(min=1)
+        self.last_loss = self._over_ranks(total) / divisor
         for name, value in sorted(extras.items()):  # in one order on all ranks
             of = n_targets if name in trained else self._over_ranks(seen[name])
             extras[name] = self._over_ranks(value) / of.clamp(min=1)
@@ -143,7 +156,7 @@ class GPTModule(pl.LightningModule):
         if not self._checked:
             self._refuse_idle_parameters()
             self._checked = True
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        parameters = [p for p in self.all_parameters if p.grad is not None]
         self.last_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         # An fp16 gradient overflows now and then while the scaler looks for its scale, and the scaler skips that step.
