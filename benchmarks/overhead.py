@@ -32,7 +32,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from gptframe.compose import compose_config
 from gptframe.config import Config
-from gptframe.data.batches import Batches
+from gptframe.data.batches import IGNORE, Batches
 from gptframe.data.prepare import Prepared, prepare
 from gptframe.model import build_model
 from gptframe.registry import build
@@ -93,7 +93,8 @@ def bare(config: Config, prepared: Prepared) -> Cost:
         batch = batches.at(step)
         for group in optimizer.param_groups:
             group["lr"] = lr * schedule(step)
-        loss = model(batch["ids"], None, batch["targets"]) / batch["targets"].numel()
+        n_targets = (batch["targets"] != IGNORE).sum()  # the last window of an epoch is padded
+        loss = model(batch["ids"], None, batch["targets"]) / n_targets
         loss.backward()
         clip_grad_norm_(model.parameters(), config.trainer.clip_norm)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Start-up: from command to first optimiser step against `import pytorch_lightning`, and what must need no torch at all.
+"""Start-up: from command to first optimiser step against `import pytorch_lightning`, and what must need no torch.
 
     python benchmarks/startup.py                       # 7 rounds, some three minutes
     python benchmarks/startup.py --rounds 15 --json startup.json
@@ -96,8 +96,8 @@ def main() -> int:
             found = ratio(step, plain)
             results[which] = found
             print(
-                f"first step {statistics.median(step):.2f} s, import pytorch_lightning {statistics.median(plain):.2f} s "
-                f"({which}): ratio {ratio_words(found)}"
+                f"first step {statistics.median(step):.2f} s, import pytorch_lightning "
+                f"{statistics.median(plain):.2f} s ({which}): ratio {ratio_words(found)}"
             )
         reached &= results["wall"][1] <= STEP_BAR
         results["imports"] = {}

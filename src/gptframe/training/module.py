@@ -92,7 +92,7 @@ class GPTModule(pl.LightningModule):
         if self.device.type == "cpu":
             # Asks, at every step, whether a CUDA graph is being captured, and to that end for the driver's library:
             # where there is none, a search through the file system that takes longer than the update itself.
-            optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[attr-defined]
+            optimizer._accelerator_graph_capture_health_check = lambda: None
         self.all_parameters = list(self.model.parameters())
         return optimizer
 
