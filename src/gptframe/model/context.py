@@ -115,7 +115,7 @@ class Context:
     """Long[B,T]: the tokens themselves."""
     shared: dict[str, Any] = field(default_factory=dict)
     """What a layer leaves for later layers of the same pass. Set it and read it; with recomputation a layer may do both
-    twice, so take nothing out."""
+    twice, so take nothing out and append nothing."""
     losses: dict[str, Tensor] | None = None
     """In training, what `add_loss` has gathered; None where nobody wants it."""
     metrics: dict[str, list[Tensor | float]] | None = None
