@@ -225,7 +225,7 @@ def test_a_kill_during_a_save_leaves_a_directory_that_resumes(
         raise Killed
 
     real = torch.save
-    monkeypatch.setattr(torch, "save", lambda ck, f: killed(ck, f) if ck["global_step"] == 15 else real(ck, f))
+    monkeypatch.setattr(torch, "save", lambda ck, f: killed(ck, f) if ck.get("global_step") == 15 else real(ck, f))
     monkeypatch.setattr(Path, "unlink", lambda *a, **k: None)  # a killed process tidies nothing
     with pytest.raises(Killed):
         train(make_config(run_dir="run"), [])
