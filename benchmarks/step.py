@@ -49,12 +49,14 @@ class Side:
 
 def build_pair(name: str, given: str, a) -> tuple[Side, Side, str, int]:
     """(ours, theirs, version of theirs, our parameters), for one peer."""
+    from gptframe import plugins
     from gptframe.compose import compose_config
     from gptframe.config import Config
     from gptframe.model import build_model
     from gptframe.registry import build
     from gptframe.training.optimizer import param_groups
 
+    plugins.load_entry_points()
     peer_module = importlib.import_module(f"peers.{name}")
     base = [f"model={a.model}", *a.size, *peer_module.OVERRIDES]
     plain = Config.from_dict(compose_config(base))
@@ -98,12 +100,16 @@ def alone(name: str, given: str, which: str, a) -> None:
     del pair
     for _ in range(3):
         side.step()
-    peak = (
-        torch.cuda.max_memory_allocated()
-        if a.device == "cuda"
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
-    print(json.dumps({"bytes": peak}))
+    print(json.dumps({"bytes": torch.cuda.max_memory_allocated() if a.device == "cuda" else most_held()}))
+
+
+def most_held() -> int:
+    """The most memory that this process has held, in bytes."""
+    try:  # getrusage would count the process that started this one, up to the moment when it did
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def memory(name: str, given: str) -> dict[str, float]:
