@@ -79,7 +79,7 @@ def with_map(documents: Any, tokenizer: Tokenizer, folder: Path, processes: int)
 
     def process(row: dict[str, str]) -> dict[str, Any]:
         ids = tokenizer.encode(row["text"])
-        ids.append(tokenizer.eos_id)  # type: ignore[arg-type]
+        ids.append(tokenizer.eos_id)
         return {"ids": ids, "length": len(ids)}
 
     table = documents.map(process, remove_columns=["text"], num_proc=processes, load_from_cache_file=False)

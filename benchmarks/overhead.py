@@ -71,12 +71,12 @@ def ours(config: Config) -> Cost:
     def with_watch(*args: Any, callbacks: list[pl.Callback], **kwargs: Any) -> pl.Trainer:
         return trainer(*args, callbacks=[watch, *callbacks], **kwargs)
 
-    pl.Trainer = with_watch  # type: ignore[misc, assignment]
+    pl.Trainer = with_watch
     try:
         with contextlib.redirect_stdout(Terminal()), tempfile.TemporaryDirectory() as folder:
             result = train(Config.from_dict({**config.to_dict(), "run_dir": f"{folder}/run"}), [])
     finally:
-        pl.Trainer = trainer  # type: ignore[misc]
+        pl.Trainer = trainer
     wall, used = (end - start for start, end in zip(watch.began, watch.ended, strict=True))
     return wall, used, result.train_loss
 

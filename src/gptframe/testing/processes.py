@@ -66,16 +66,14 @@ def _in_two_processes(harness: Harness, batches: list[Tensor], files: list[str])
     # A server that has imported torch and run nothing, and from which each process is forked in a moment. This process
     # itself cannot be forked: autograd may have started threads by now.
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    make = multiprocessing.get_context(method)
+    make: Any = multiprocessing.get_context(method)
     make.set_forkserver_preload([__name__, "torch.nn.parallel.distributed"])
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(2):
             here, there = make.Pipe(duplex=False)
             arguments = (there, job, files, rank, f"file://{folder}/meeting")
-            process: Any = make.Process(  # type: ignore[attr-defined]
-                target=_one_of_two, args=arguments, daemon=True
-            )
+            process = make.Process(target=_one_of_two, args=arguments, daemon=True)
             process.start()
             there.close()
             started.append((process, here))
@@ -116,10 +114,10 @@ def _parallel_gradients(job: bytes, files: list[str], rank: int, meeting: str) -
     except Exception as error:
         return {"unreachable": " ".join(str(error).split())[:200]}
     try:
-        parallel = DistributedDataParallel(harness)
+        parallel: Any = DistributedDataParallel(harness)
         for _ in range(2):  # a parameter left out by the first pass is told by the second
             harness.zero_grad(set_to_none=True)
-            y = run(parallel, batches[rank])  # type: ignore[arg-type]
+            y = run(parallel, batches[rank])
             (y * weights_like(y)).sum().backward()
         return {n: float(p.grad.double().norm()) for n, p in harness.core.named_parameters() if p.grad is not None}
     except Exception as error:
