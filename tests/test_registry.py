@@ -269,7 +269,17 @@ def test_a_failed_import_of_built_ins_is_tried_again(fresh_registry, monkeypatch
 
 def test_every_kind_states_its_contract():
     assert list(registry.KINDS) == [
-        *("sublayer", "norm", "activation", "position", "norm_placement", "topology", "head", "transform"),
+        *(
+            "sublayer",
+            "attention_backend",
+            "norm",
+            "activation",
+            "position",
+            "norm_placement",
+            "topology",
+            "head",
+            "transform",
+        ),
         *("init", "optimizer", "schedule", "callback", "tokenizer", "corpus"),
     ]
     assert all(contract for contract, _ in registry.KINDS.values())

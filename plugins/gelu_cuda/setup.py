@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -55,10 +56,18 @@ class BuildKernels(build_ext):
                 cxx = toolchain.find_cxx()
                 if cxx is None:
                     sys.exit(f"error: no C++ compiler is found; {toolchain.CXX_HINT}")
-                toolchain.compile_library(toolchain.cpu_command(cxx, torch, output), output)
+                toolchain.compile_library(
+                    toolchain.cpu_command(cxx, torch, output, ext.name.rpartition("_")[2]), output
+                )
         except toolchain.CompileError as error:
             without = "\n  GPTFRAME_BUILD_CUDA=0 builds without CUDA" if ext.name.endswith("_cuda") else ""
             sys.exit(f"error: {error}{without}")
+
+    def copy_extensions_to_source(self) -> None:  # of an editable install, which would leave the digests behind
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            built = toolchain.digest_file(Path(self.build_lib, self.get_ext_filename(ext.name)))
+            shutil.copy(built, Path(__file__).resolve().parent / "src/gptframe_gelu_cuda" / built.name)
 
 
 class Abi3Wheel(bdist_wheel):
@@ -69,7 +78,7 @@ class Abi3Wheel(bdist_wheel):
 
 # A build folder of its own: what an earlier build with CUDA left behind must not get into a wheel without it.
 scratch = tempfile.TemporaryDirectory(prefix="gelu_cuda-")
-names = ["_cpu", *(["_cuda"] if wants_cuda() else [])]
+names = ["_cpu", "_attention", *(["_cuda"] if wants_cuda() else [])]
 setup(
     ext_modules=[Extension(f"gptframe_gelu_cuda.{name}", [], py_limited_api=True) for name in names],
     options={"build": {"build_base": scratch.name}},

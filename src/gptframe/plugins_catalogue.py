@@ -16,6 +16,7 @@ from gptframe.registry import KINDS, importing_from
 # Parameters that the framework passes itself, before the options.
 POSITIONAL = {
     "sublayer": 2,
+    "attention_backend": 1,
     "norm": 1,
     "position": 1,
     "topology": 3,

@@ -47,6 +47,32 @@ class {Class}(nn.Module):
         return self.strength * self.mix(before)
 '''
 
+BACKEND = '''"""Another way to compute causal attention: same values, other speed or memory."""
+
+import torch
+from torch import Tensor
+
+from gptframe import register
+
+
+@register("attention_backend", "{name}")
+class {Class}:
+    """One query at a time: slow, and never more than one row of scores in memory."""
+
+    def __init__(self, cfg):
+        self.scale = cfg.head_dim**-0.5
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Tensor | None) -> Tensor | None:
+        if documents is not None or q.shape[1] != k.shape[1]:
+            return None  # torch computes what is not worth the trouble here
+        rows = []
+        for t in range(q.shape[2]):
+            first = 0 if window is None else max(0, t + 1 - window)
+            scores = self.scale * q[:, :, t : t + 1] @ k[:, :, first : t + 1].transpose(-1, -2)  # [B, H, 1, S]
+            rows.append(torch.softmax(scores, dim=-1) @ v[:, :, first : t + 1])
+        return torch.cat(rows, dim=2)
+'''
+
 NORM = '''"""A norm of your own: it sees one token at a time, [..., dim]."""
 
 import torch
@@ -386,6 +412,12 @@ TEMPLATES = {
         "name: {name}\nmodel:\n  block: [attention, {name}, mlp]\n  {name}:\n    strength: 0.5\n",
         "experiment={name}",
         SUBLAYER,
+    ),
+    "attention_backend": Template(
+        "experiment",
+        EXPERIMENT + "model:\n  attention:\n    backend: {name}\n",
+        "experiment={name}",
+        BACKEND,
     ),
     "norm": Template("norm", SECTION + "eps: 1.0e-5\n", "norm={name}", NORM),
     "activation": Template("activation", SECTION + "slope: 1.5\n", "activation={name}", ACTIVATION),

@@ -35,6 +35,11 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
         "nn.Module: __init__(cfg: ModelConfig, layer: int, **options), forward(x[B,T,D], ctx: Context) -> delta[B,T,D]",
         (_MODEL + "attention", _MODEL + "mlp"),
     ),
+    "attention_backend": (
+        "function(cfg: ModelConfig) -> function(q[B,H,T,d], k[B,Hk,T,d], v[B,Hk,T,d], window: int | None,"
+        " documents: Long[B,T] | None) -> causal attention [B,H,T,d], or None for what torch shall compute",
+        (_MODEL + "attention",),
+    ),
     "norm": ("nn.Module: __init__(dim: int, **options), forward(x[..., dim]) -> [..., dim]", (_MODEL + "norm",)),
     "activation": (
         "nn.Module: __init__(**options), forward(x) -> x, or with `inputs = 2` forward(x, gate) -> x",

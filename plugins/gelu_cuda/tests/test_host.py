@@ -60,3 +60,34 @@ def test_a_tail_copied_too_long_is_caught(tmp_path, monkeypatch):
     monkeypatch.setitem(FAULTS, "overrun", ("gelu_cpu_body.h", "(unsigned long)" + end, "(unsigned long)1 + " + end))
     done = build_and_run(tmp_path, "overrun", "host_cpu.cpp", "-O0", "-fsanitize=address", "-DGELU_BASELINE_ONLY")
     assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr
+
+
+def variants(text: str) -> list[str]:
+    *names, last = text.split()
+    assert last == "ok", text
+    return names
+
+
+def test_attention(tmp_path):
+    """With AMX's tiles in plain loops, where the processor has at least AVX-512 with bfloat16 for the rest."""
+    done = build_and_run(tmp_path, None, "host_attention.cpp", *BOTH, "-DATTENTION_EMULATE_TILES")
+    assert done.returncode == 0, done.stdout + done.stderr[:2000]
+    names = variants(done.stdout)
+    assert names in (["avx2"], ["avx2", "avx512"], ["avx2", "avx512", "avx512_bf16", "amx"], [])
+
+
+@pytest.mark.parametrize(
+    "old,new",
+    [
+        ("to = row + r - column + 1;", "to = row + r - column + 2;"),  # a token sees the next one
+        ("queries * row_block);   // [R, D / kPack] each", "queries * row_block - 16);"),
+        ("minus[i] = all(-lse[r + i]);", "minus[i] = all(-lse[r]);"),
+    ],
+    ids=["future", "overrun", "pair"],
+)
+def test_planted_faults_in_attention_are_caught(tmp_path, monkeypatch, old, new):
+    monkeypatch.setitem(FAULTS, "attention", ("attention_body.h", old, new))
+    done = build_and_run(tmp_path, "attention", "host_attention.cpp", "-O1", "-fsanitize=address")
+    if old.startswith("minus") and "avx512_bf16" not in done.stdout:
+        pytest.skip("pairs of rows are for processors with AVX-512 and bfloat16")
+    assert done.returncode != 0, done.stdout

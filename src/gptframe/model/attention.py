@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,22 @@ from gptframe.errors import UserError
 from gptframe.model.call import call, call_each, part
 from gptframe.model.context import Context
 from gptframe.model.init import with_role
-from gptframe.model.position import position_at
-from gptframe.registry import build, register
+from gptframe.model.position import Position, position_at
+from gptframe.registry import build, lookup, register
+
+Backend = Callable[[Tensor, Tensor, Tensor, "int | None", "Tensor | None"], "Tensor | None"]
+
+
+@register("attention_backend", "sdpa")
+class SDPA:
+    """torch's scaled_dot_product_attention, for all that `Attention` can be asked for."""
+
+    def __init__(self, cfg: ModelConfig):
+        pass
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Tensor | None) -> Tensor | None:
+        """None: `Attention.attend` goes on with torch's."""
+        return None
 
 
 @register("sublayer", "attention")
@@ -31,6 +45,7 @@ class Attention(nn.Module):
         bias: biases of queries, keys and values.
         out_bias: bias of the output projection; null for the same as `bias` (Qwen 2 has only the former three).
         head_dim: width of each head; null for d_model / n_heads. Of all layers alike.
+        backend: what computes causal attention of whole texts; the rest (a cache, say) is torch's in any case.
     """
 
     incremental = True
@@ -48,6 +63,7 @@ class Attention(nn.Module):
         bias: bool = False,
         out_bias: bool | None = None,
         head_dim: int | None = None,
+        backend: str = "sdpa",
     ):
         super().__init__()
         if head_dim is not None and head_dim != cfg.head_dim:
@@ -76,6 +92,14 @@ class Attention(nn.Module):
             build("norm", cfg.norm, dim, key="model.norm") if dim else nn.Identity() for dim in dims[qk_norm] or (0, 0)
         )
         self.position = position_at("attention", cfg)
+        self.backend: Backend = lookup("attention_backend", backend, "model.attention.backend")(cfg)
+        biased = type(self.position).score_bias is not Position.score_bias
+        if backend != "sdpa" and (softcap is not None or biased or cfg.dropout):
+            what = "model.attention.softcap" if softcap is not None else "model.dropout"
+            what = f"position={cfg.position['name']}" if biased else what
+            raise UserError(
+                f"model.attention.backend={backend} would compute nothing beside {what}: leave one of them out"
+            )
 
     def qkv(self, x: Tensor) -> Sequence[Tensor]:
         """What the three matrices make of x[B,T,D]: [B, T, H * d], and twice [B, T, Hk * d]."""
@@ -113,14 +137,20 @@ class Attention(nn.Module):
         groups, n_queries, n_keys = self.n_heads // self.n_kv_heads, q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
         bias = self.position.score_bias(ctx.positions, k_positions)
-        plain = bias is None and self.softcap is None and ctx.documents is None and ctx.positions.ndim == 1
+        causal = bias is None and self.softcap is None and ctx.positions.ndim == 1
+        plain = causal and ctx.documents is None
         if plain and n_queries == 1 and ctx.cache is not None:  # the newest token sees all that the cache hands out
             # the queries that share a head of keys stand where a text's tokens would: nothing is copied
             shared = q.reshape(q.shape[0], self.n_kv_heads, groups, -1)
             return F.scaled_dot_product_attention(shared, k, v, dropout_p=dropout).reshape(q.shape)
+        window = None if self.window is None or self.window >= n_keys else self.window
+        if causal and not dropout and n_queries == n_keys and (window is None or ctx.cache is None):
+            y = self.backend(q, k, v, window, ctx.documents)
+            if y is not None:
+                return y
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        if plain and n_queries == n_keys and (self.window is None or self.window >= n_keys):
+        if plain and n_queries == n_keys and window is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
         if ctx.cache is None:
             mask = self.mask(ctx, k_positions)

@@ -108,7 +108,8 @@ class Context:
     positions: Tensor = cast(Tensor, None)
     """Long[T]: positions of the tokens of x; Long[B,T] where rows differ. Below 0: padding, which no token looks at."""
     documents: Tensor | None = None
-    """Long[B,T]: which document a token is of; attention stays inside a document. None: one document."""
+    """Long[B,T]: which document a token is of, a number that grows along T; attention stays inside a document. None:
+    one document."""
     cache: KVCache | None = None
     """What is kept of earlier tokens, when generating."""
     ids: Tensor = cast(Tensor, None)

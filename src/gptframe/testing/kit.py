@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 
 MODEL_KINDS = ("sublayer", "norm", "activation", "position", "topology", "transform")
 STREAM_KINDS = ("sublayer", "topology", "transform")
-MODULES = ("values", "causality", "training", "processes", "storage", "graph", "functions", "heads", "callbacks")
+MODULES = (
+    "values",
+    "causality",
+    "training",
+    "processes",
+    "storage",
+    "graph",
+    "functions",
+    "heads",
+    "backends",
+    "callbacks",
+)
 
 
 class Failure(AssertionError):

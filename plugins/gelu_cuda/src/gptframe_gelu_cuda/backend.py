@@ -27,6 +27,7 @@ log = logging.getLogger("gptframe.gelu_cuda")
 
 BACKENDS = ("auto", "cuda", "cpu", "aten")
 VARIANTS = ("baseline", "avx2", "avx512")
+ATTENTION_VARIANTS = ("avx2", "avx512", "avx512_bf16", "amx")
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -43,6 +44,7 @@ class Loaded:
 
 
 _state: dict[str, Loaded] = {}
+_attention: str | None = None
 _lock = threading.Lock()
 
 
@@ -100,13 +102,36 @@ def _load_cpu() -> str:
     if variant not in ("", *VARIANTS):
         raise BackendError(f"GPTFRAME_GELU_CPU must be one of {', '.join(VARIANTS)}, not {variant!r}")
     path, origin = _from_wheel_or_built("cpu")
-    return f"{_cpu_variant(path)}, {origin}"
+    return f"{_variant(path, 'gelu')}, {origin}"
 
 
-def _cpu_variant(path: Path) -> str:
-    variant = ctypes.CDLL(str(path)).gptframe_gelu_cpu_variant
+def _variant(path: Path, what: str) -> str:
+    """The instruction set that a library has chosen."""
+    variant = getattr(ctypes.CDLL(str(path)), f"gptframe_{what}_cpu_variant")
     variant.restype = ctypes.c_char_p
     return variant().decode()
+
+
+def require_attention() -> str:
+    """Load the attention kernels of the CPU; the instruction set, and where they came from.
+
+    Raises:
+        BackendError: this processor has none of the instruction sets, or something that a build needs is missing.
+    """
+    global _attention
+    with _lock:
+        if _attention is None:
+            asked = os.environ.get("GPTFRAME_ATTENTION_CPU", "")
+            if asked not in ("", *ATTENTION_VARIANTS):
+                known = ", ".join(ATTENTION_VARIANTS)
+                raise BackendError(f"GPTFRAME_ATTENTION_CPU must be one of {known}, not {asked!r}")
+            path, origin = _from_wheel_or_built("attention")
+            name = _variant(path, "attention")
+            if name == "none":
+                raise BackendError(f"flash_cpu needs a processor with {asked or 'AVX2'} and kernels built by GCC")
+            _attention = f"{name}, {origin}"
+            log.info("flash_cpu: attention kernels (%s)", _attention)
+        return _attention
 
 
 def _load_cuda() -> str:
@@ -220,8 +245,10 @@ def _built(kind: str, capability: tuple[int, int] | None = None) -> Path:
             cxx = toolchain.find_cxx()
             if cxx is None:
                 raise BackendError(f"no C++ compiler is found; {toolchain.CXX_HINT}")
-            make = toolchain.epilogue_command if kind == "epilogue" else toolchain.cpu_command
-            compiler, command = cxx, lambda out: make(cxx, folder, out)
+            if kind == "epilogue":
+                compiler, command = cxx, lambda out: toolchain.epilogue_command(cxx, folder, out)
+            else:
+                compiler, command = cxx, lambda out: toolchain.cpu_command(cxx, folder, out, kind)
         key = _key(compiler, command(Path("out")))
         cache = cache_folder()
         path = cache / f"gelu_{kind}-{key}.so"

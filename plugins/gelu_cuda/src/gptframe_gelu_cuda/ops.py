@@ -267,7 +267,7 @@ torch.library.register_autograd(
 # ---- what people call ----
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Inside torch.func's transforms or forward-mode differentiation, which an operator's derivatives do not reach.
 
     While torch.compile traces, too: there a lost tangent would be a wrong result without a word.
@@ -284,7 +284,7 @@ def gelu(x: Tensor) -> Tensor:
     Raises:
         RuntimeError: x has another dtype.
     """
-    if _transformed():
+    if transformed():
         return F.gelu(x, approximate="tanh")
     return _ops.gelu(x)
 
@@ -299,7 +299,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit.
     """
-    if _transformed():
+    if transformed():
         return F.gelu(x + bias, approximate="tanh").to(x.dtype)
     return _ops.bias_gelu(x, bias)
 
@@ -320,6 +320,6 @@ def bias_gelu_linear(x: Tensor, bias: Tensor | None, weight: Tensor, out_bias: T
     """
     if torch.is_autocast_enabled(x.device.type):
         weight, out_bias = weight.to(x.dtype), None if out_bias is None else out_bias.to(x.dtype)
-    if _transformed():
+    if transformed():
         return F.linear(gelu(x) if bias is None else bias_gelu(x, bias), weight, out_bias)
     return _ops.bias_gelu_linear(x, bias, weight, out_bias)

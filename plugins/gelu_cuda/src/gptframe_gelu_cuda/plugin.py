@@ -1,9 +1,10 @@
-"""The registry entry `gelu_cuda`: the only file that imports gptframe, and the entry point of this package."""
+"""The registry entries `gelu_cuda` and `flash_cpu`: the only file that imports gptframe, and the entry point."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from gptframe.config import ModelConfig
 from gptframe.errors import UserError
 from gptframe.registry import register
 
@@ -24,3 +25,19 @@ def gelu_cuda(backend: str = "auto", save: str = "both", epilogue: bool = False)
 
 
 gelu_cuda.inputs = 1  # type: ignore[attr-defined]
+
+
+@register("attention_backend", "flash_cpu")
+def flash_cpu(cfg: ModelConfig) -> Any:
+    """Causal attention on a CPU through compiled kernels: forward and backward, windows, GQA, several documents."""
+    from gptframe_gelu_cuda.attention import FlashCPU
+    from gptframe_gelu_cuda.backend import BackendError
+
+    if cfg.head_dim % 16:
+        raise UserError(
+            f"model.attention.backend=flash_cpu needs heads of a multiple of 16, and these are {cfg.head_dim}"
+        )
+    try:
+        return FlashCPU()
+    except BackendError as error:
+        raise UserError(f"model.attention.backend: {error}") from None

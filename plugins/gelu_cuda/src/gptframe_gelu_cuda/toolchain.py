@@ -17,7 +17,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent / "csrc"
-SOURCES = {"cpu": "gelu_cpu.cpp", "cuda": "gelu_cuda.cu", "epilogue": "gelu_epilogue.cpp"}
+SOURCES = {
+    "cpu": "gelu_cpu.cpp",
+    "cuda": "gelu_cuda.cu",
+    "epilogue": "gelu_epilogue.cpp",
+    "attention": "attention_cpu.cpp",
+}
 
 # torch 2.13 is the oldest whose stable ABI hands out the CUDA stream through libtorch_cpu: one object for all later
 # versions, with CUDA or without.
@@ -139,12 +144,15 @@ def covers(archs: Iterable[tuple[int, str, bool]], capability: tuple[int, int]) 
     )
 
 
-def cpu_command(cxx: list[str], torch: Path, output: Path) -> list[str]:
-    """The command that compiles the CPU kernels. No -ffast-math: it would flush denormals in the whole process."""
+def cpu_command(cxx: list[str], torch: Path, output: Path, kind: str = "cpu") -> list[str]:
+    """The command that compiles CPU kernels: `kind` is cpu (the GELU) or attention.
+
+    No -ffast-math: it would flush denormals in the whole process.
+    """
     return [
         *cxx, "-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
         "-ffp-contract=fast", "-w", TORCH_TARGET, f"-I{torch / 'include'}", f"-ffile-prefix-map={CSRC}=csrc",
-        f"-ffile-prefix-map={torch}=torch", str(CSRC / SOURCES["cpu"]), f"-L{torch / 'lib'}", "-ltorch_cpu",
+        f"-ffile-prefix-map={torch}=torch", str(CSRC / SOURCES[kind]), f"-L{torch / 'lib'}", "-ltorch_cpu",
         "-Wl,--strip-all", "-o", str(output),
     ]  # fmt: skip
 
