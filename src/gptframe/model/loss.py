@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
-CHUNK_ELEMENTS = 2**24  # logits held at once: 64 MiB in float32
+# Logits held at once. Several passes go over them: on a CPU a quarter of that stays nearer, as long as the rows suffice
+# for the matrix products.
+CHUNK_ELEMENTS = 2**24  # 64 MiB in float32
+CPU_CHUNK_ELEMENTS, CPU_CHUNK_ROWS = 2**22, 128
 
 
 def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
@@ -44,8 +47,11 @@ class _HeadCrossEntropy(torch.autograd.Function):
         scale, most_rows = (16.0, 1024) if x.dtype == torch.float16 else (1.0, CHUNK_ELEMENTS)
         total = torch.zeros((), dtype=accumulate, device=x.device)
         grad_x = torch.empty_like(x) if want_x else None
-        grad_w = torch.zeros(weight.shape, dtype=accumulate, device=x.device) if want_weight else None
-        chunk = min(most_rows, max(1, CHUNK_ELEMENTS // weight.shape[0]))
+        grad_w: Tensor | None = None
+        chunk = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        if x.device.type == "cpu":
+            chunk = min(chunk, max(CPU_CHUNK_ROWS, CPU_CHUNK_ELEMENTS // weight.shape[0]))
+        chunk = min(chunk, most_rows)
         for start in range(0, x.shape[0], chunk):
             xs, ts = x[start : start + chunk], targets[start : start + chunk]
             logits = F.linear(xs, w).to(accumulate)
@@ -64,8 +70,11 @@ class _HeadCrossEntropy(torch.autograd.Function):
             grad = grad.to(x.dtype)
             if grad_x is not None:
                 grad_x[start : start + chunk] = grad @ w
-            if grad_w is not None:
-                grad_w += grad.T @ xs
+            if want_weight:
+                part = grad.T @ xs
+                grad_w = part.to(accumulate) if grad_w is None else grad_w.add_(part)
+        if want_weight and grad_w is None:  # not a single token
+            grad_w = torch.zeros(weight.shape, dtype=accumulate, device=x.device)
         ctx.save_for_backward(grad_x, grad_w)
         ctx.scale, ctx.weight_dtype = scale, weight.dtype
         return total
