@@ -27,6 +27,8 @@ from pathlib import Path
 import torch
 from timing import interleave, machine, ratio
 
+from gptframe.training.allocator import reused_memory
+
 sys.path.insert(0, str(Path(__file__).parent))
 LOSS_TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2}
 
@@ -136,6 +138,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
+        "--reuse-memory", action="store_true", help="both sides with malloc as trainer.reuse_memory sets it"
+    )
+    parser.add_argument(
         "--memory", action="store_true", help="also measure the peak of each side in a process of its own"
     )
     parser.add_argument("--json", metavar="FILE")
@@ -143,6 +148,11 @@ def main() -> None:
     parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
+    with reused_memory(a.reuse_memory, torch.device(a.device).type):
+        compare(a)
+
+
+def compare(a) -> None:
     if a.alone:
         alone(*a.alone[0].split("=", 1), a.alone[1], a)
         return
@@ -150,7 +160,10 @@ def main() -> None:
     load = os.getloadavg()[0]
     where = machine(torch.device(a.device), [a.threads])
     print(f"{where}, {platform.system()}, load {load:.1f} before the start")
-    print(f"{a.model} {' '.join(a.size)}, batch {a.batch}, {a.precision}, compiled: {a.compile}, {a.rounds} rounds")
+    print(
+        f"{a.model} {' '.join(a.size)}, batch {a.batch}, {a.precision}, compiled: {a.compile}, {a.rounds} rounds"
+        + (", memory reused" if a.reuse_memory else "")
+    )
     print(f"{'peer':<24} {'gptframe':>9} {'peer':>9} tokens/s  {'ratio':<20} {'losses':<20} memory")
     rows = []
     for text in a.peer or ["transformers"]:

@@ -201,6 +201,9 @@ class TrainerConfig:
     """Refuse operations that have no deterministic implementation (torch.use_deterministic_algorithms)."""
     threads: int | None = None
     """CPU threads of PyTorch; null is 1 for small models (d_model < 256, more cost time), else PyTorch's choice."""
+    reuse_memory: bool | str = "auto"
+    """On a CPU, keep the memory that a step frees for the next one instead of giving it back to the system: true,
+    false, or auto (on where malloc is glibc's)."""
 
     def __post_init__(self) -> None:
         for key in (
@@ -210,8 +213,9 @@ class TrainerConfig:
             if getattr(self, key) is not None:
                 _positive(f"trainer.{key}", getattr(self, key))
         _positive("trainer.global_batch_size", self.global_batch_size, LARGEST_BATCH)
-        if self.compile not in (True, False, "auto"):
-            raise UserError(f"trainer.compile={self.compile!r} must be true, false or auto")
+        for key in ("compile", "reuse_memory"):
+            if getattr(self, key) not in (True, False, "auto"):
+                raise UserError(f"trainer.{key}={getattr(self, key)!r} must be true, false or auto")
 
 
 @dataclass(frozen=True)

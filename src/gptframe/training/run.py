@@ -23,6 +23,7 @@ from gptframe.model import GPT, build_model
 from gptframe.registry import build
 from gptframe.training import checkpoint as checkpoints
 from gptframe.training import directory
+from gptframe.training.allocator import reused_memory
 from gptframe.training.device import Device, choose
 from gptframe.training.manifest import Manifest, module_reports, plugins_of
 from gptframe.training.optimizer import param_groups
@@ -105,7 +106,9 @@ def _train(config: Config, overrides: list[str], held: contextlib.ExitStack) -> 
     start = _find_checkpoint(resumed, config) if resumed else None
     config = dataclasses.replace(config, schedule=resolve_warmup(config.schedule, config.trainer.max_steps))
     schedule = make_schedule(config.schedule, config.trainer.max_steps)
-    torch.set_num_threads(choose(config.trainer, config.precision, config.model).threads)
+    chosen = choose(config.trainer, config.precision, config.model)
+    torch.set_num_threads(chosen.threads)
+    held.enter_context(reused_memory(config.trainer.reuse_memory, chosen.accelerator))
     start_logger = check_logger(config.logger)
 
     origin = resumed or (Path(config.init_from) if config.init_from else None)
