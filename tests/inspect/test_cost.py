@@ -132,6 +132,8 @@ def test_what_each_choice_changes() -> None:
     plain = rehearse(cfg, adamw, 8)
     assert plain.gradients == plain.weights
     assert rehearse(cfg, {"name": "lion", "lr": 1e-3}, 8).optimizer == plain.weights
+    narrow = rehearse(cfg, {**adamw, "state_dtype": "bfloat16"}, 8)
+    assert narrow.optimizer == pytest.approx(plain.optimizer / 2, rel=0.01)
     assert rehearse(cfg, adamw, 8, precision="fp64").weights == 2 * plain.weights
     # from the second micro-batch on, gradients live through the forward pass
     assert rehearse(cfg, adamw, 8, accumulation=2).peak == pytest.approx(plain.peak + plain.gradients, rel=0.02)

@@ -38,8 +38,9 @@ def same(a, b):
         {"model": {"dropout": 0.2}, "trainer": {"micro_batch_size": 3, "global_batch_size": 9}},
         {"optimizer": {"name": "muon", "lr": 0.01}, "model": {"dropout": 0.1}},
         {"optimizer": {"name": "lion", "lr": 0.001}, "schedule": {"name": "wsd"}, "precision": {"name": "bf16"}},
+        {"optimizer": {"name": "adamw", "lr": 0.01, "state_dtype": "bfloat16"}},
     ],
-    ids=["dropout-accumulation", "muon", "lion-wsd-bf16"],
+    ids=["dropout-accumulation", "muon", "lion-wsd-bf16", "narrow-state"],
 )
 def test_resuming_continues_to_the_last_bit(make_config, changes):
     straight = train(make_config(**changes), []).run_dir

@@ -61,7 +61,9 @@ def _memory(plan: Plan) -> Any:
     n = plan.flops.parameters
     lines.add_row("weights", size(memory.weights), f"{n:,} parameters, {names[plan.device.precision]}")
     lines.add_row("gradients", size(memory.gradients), "")
-    lines.add_row(f"optimiser ({plan.config.optimizer['name']})", size(memory.optimizer), "")
+    narrow = plan.config.optimizer.get("state_dtype", "float32") != "float32"
+    note = f"what it remembers in {plan.config.optimizer['state_dtype']}" if narrow else ""
+    lines.add_row(f"optimiser ({plan.config.optimizer['name']})", size(memory.optimizer), note)
     lines.add_row("activations", size(memory.activations), "kept from forward to backward, one micro-batch")
     if memory.communication:
         lines.add_row("DDP buckets", size(memory.communication), "gradients on their way")

@@ -200,9 +200,15 @@ def estimated_memory(config: Config, device: Device, n_parameters: int) -> int:
     width = 8 if device.precision == "fp64" else 4
     model = config.model
     tokens = device.micro_batch_size * model.context_length
-    states = {"adamw": 2.0, "muon": 1.5, "lion": 1.0}.get(config.optimizer["name"], 2.0)
+    states = _moments(config)
     activations = tokens * (model.n_layers * activation_elements(model) + 4 * model.d_model) * width
     return int(n_parameters * width * (2 + states) + activations)
+
+
+def _moments(config: Config) -> float:
+    """Numbers of a weight's width that the optimiser keeps for each; two where it is not known."""
+    count = {"adamw": 2.0, "muon": 1.5, "lion": 1.0}.get(config.optimizer["name"], 2.0)
+    return count / 2 if config.optimizer.get("state_dtype") == "bfloat16" else count
 
 
 def refuse_oversize(config: Config, device: Device, n_parameters: int) -> None:
@@ -253,8 +259,7 @@ def check_disk(config: Config, n_parameters: int, run_dir: Path | None) -> Itera
     free = free_disk(place)
     if free is None:
         return
-    states = {"lion": 1}.get(config.optimizer["name"], 2)
-    one = 4 * n_parameters * (1 + states)
+    one = int(4 * n_parameters * (1 + _moments(config)))
     kept = config.trainer.keep_checkpoints + 1  # the newest is complete before the oldest goes
     text = f"up to {kept} checkpoints of {size(one)} are {size(kept * one)}, {size(free)} free"
     if kept * one > free:

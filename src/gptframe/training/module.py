@@ -21,7 +21,7 @@ from gptframe.errors import UserError
 from gptframe.model import GPT, Context
 from gptframe.model.context import check_name, scalars
 from gptframe.registry import build
-from gptframe.training.optimizer import param_groups
+from gptframe.training.optimizer import param_groups, parts
 
 IGNORED = -100
 
@@ -92,7 +92,8 @@ class GPTModule(pl.LightningModule):
         if self.device.type == "cpu":
             # Asks, at every step, whether a CUDA graph is being captured, and to that end for the driver's library:
             # where there is none, a search through the file system that takes longer than the update itself.
-            optimizer._accelerator_graph_capture_health_check = lambda: None
+            for part in parts(optimizer):
+                part._accelerator_graph_capture_health_check = lambda: None
         self.all_parameters = list(self.model.parameters())
         return optimizer
 

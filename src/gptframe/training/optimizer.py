@@ -11,7 +11,7 @@ A tied head is the token embedding, and counts once, as embedding: plain. Decay 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from gptframe.errors import UserError
 from gptframe.model.position import Position
 from gptframe.registry import register
+from gptframe.training.narrow_state import stored_as
 
 ROLES = ("matrix", "decayed", "plain")
 DECAYED = ("matrix", "decayed")
@@ -79,6 +80,13 @@ def _can_fuse(groups: list[dict[str, Any]]) -> bool:
     return all(p.device.type in ("cuda", "cpu", "mps", "xpu") and p.is_floating_point() for p in parameters)
 
 
+def parts(optimizer: Any) -> Iterator[Any]:
+    """An optimiser and those that work inside it."""
+    yield optimizer
+    for inner in getattr(optimizer, "inner", {}).values():
+        yield from parts(inner)
+
+
 @register("optimizer", "adamw")
 def adamw(
     groups: list[dict],
@@ -87,19 +95,22 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     fused: bool | None = None,
+    state_dtype: str = "float32",
 ) -> Optimizer:
     """AdamW (Loshchilov and Hutter, 2019).
 
     Args:
         betas: [0.9, 0.95] if not given.
         fused: one kernel for the whole update; null for wherever PyTorch has it.
+        state_dtype: of both moments; `bfloat16` halves their memory (see `NarrowState`).
     """
     betas = [0.9, 0.95] if betas is None else betas
     _check(lr, weight_decay, betas, eps=eps)
     fused = _can_fuse(groups) if fused is None else fused
     # foreach where not fused: the fastest of the rest
     options: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
-    return torch.optim.AdamW(_with_decay(groups, weight_decay), lr=lr, betas=(betas[0], betas[1]), eps=eps, **options)
+    groups = _with_decay(groups, weight_decay)
+    return stored_as(state_dtype, torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, **options))
 
 
 class Lion(Optimizer):
@@ -133,16 +144,23 @@ class Lion(Optimizer):
 
 
 @register("optimizer", "lion")
-def lion(groups: list[dict], lr: float, betas: list[float] | None = None, weight_decay: float = 1.0) -> Optimizer:
+def lion(
+    groups: list[dict],
+    lr: float,
+    betas: list[float] | None = None,
+    weight_decay: float = 1.0,
+    state_dtype: str = "float32",
+) -> Optimizer:
     """Lion (Chen et al., 2023). Its step has magnitude lr everywhere, so lr is 3 to 10 times below AdamW's and the
     decay as much above.
 
     Args:
         betas: [0.9, 0.99] if not given.
+        state_dtype: of the momentum; `bfloat16` halves its memory (see `NarrowState`).
     """
     betas = [0.9, 0.99] if betas is None else betas
     _check(lr, weight_decay, betas)
-    return Lion(_with_decay(groups, weight_decay), lr, (betas[0], betas[1]), weight_decay)
+    return stored_as(state_dtype, Lion(_with_decay(groups, weight_decay), lr, (betas[0], betas[1]), weight_decay))
 
 
 class MuonAdamW(Optimizer):
@@ -167,7 +185,8 @@ class MuonAdamW(Optimizer):
             # load_state_dict replaces both containers: hand over the ones of the moment
             inner.param_groups = [g for g in self.param_groups if (g["role"] == "matrix") == (which == "matrix")]
             inner.state = self.state
-            inner.step()
+            if inner.param_groups:
+                inner.step()
         return loss
 
 
@@ -183,6 +202,7 @@ def muon(
     adamw_lr: float | None = None,
     betas: list[float] | None = None,
     eps: float = 1e-8,
+    state_dtype: str = "float32",
 ) -> Optimizer:
     """Muon (Jordan et al., 2024) for the matrices, AdamW for embeddings, head, norms and biases.
 
@@ -196,6 +216,7 @@ def muon(
     Args:
         adamw_lr: of the AdamW part; null for `lr`, which is right with match_rms_adamw only.
         betas: of the AdamW part, [0.9, 0.95] if not given.
+        state_dtype: of the momentum and of AdamW's moments; `bfloat16` halves their memory (see `NarrowState`).
     """
     if not hasattr(torch.optim, "Muon"):
         raise UserError(f"optimizer=muon needs torch.optim.Muon, which PyTorch {torch.__version__} lacks")
@@ -210,9 +231,10 @@ def muon(
     groups = _with_decay(groups, weight_decay)
     matrices = [g for g in groups if g["role"] == "matrix"]
     rest = [g for g in groups if g["role"] != "matrix"]
-    return MuonAdamW(
+    both = MuonAdamW(
         matrices,
         rest,
         {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr},
         {"lr": adamw_lr, "betas": (betas[0], betas[1]), "eps": eps, "fused": _can_fuse(rest)},
     )
+    return stored_as(state_dtype, both)
