@@ -197,6 +197,9 @@ class TrainerConfig:
     recompute: bool = False
     """Keep only the stream between blocks for the backward pass, and compute each block once more there: less memory,
     about a third more time (activation checkpointing, Chen et al., 2016)."""
+    chunked_loss: bool = True
+    """Compute the loss and its gradients in chunks of tokens, so that the logits of a micro-batch never exist at once:
+    at a large vocabulary most of the memory. false: all logits at once, and PyTorch's own cross-entropy."""
     deterministic: bool = False
     """Refuse operations that have no deterministic implementation (torch.use_deterministic_algorithms)."""
     threads: int | None = None

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptframe.model import loss
+from gptframe.config import ModelConfig
+from gptframe.errors import UserError
+from gptframe.model import build_model, loss
 from gptframe.model.loss import head_cross_entropy
 
 N, D, V = 37, 16, 23
@@ -159,3 +161,30 @@ def test_shapes_alone_on_the_meta_device():
         loss = head_cross_entropy(x, weight, torch.zeros(2, 3, dtype=torch.long))
         loss.backward()
     assert loss.shape == () and x.grad.shape == x.shape and weight.grad.shape == weight.shape
+
+
+@pytest.mark.parametrize("options", [{}, {"logit_softcap": 2.0}, {"tie_head": False}])
+@pytest.mark.parametrize(("autocast", "tolerance"), [(False, 2e-6), (True, 3e-2)], ids=["fp32", "bf16"])
+def test_all_logits_at_once_give_the_same(options, autocast, tolerance):
+    cfg = ModelConfig(d_model=16, n_layers=1, n_heads=2, vocab_size=V, context_length=8, **options)
+    ids = torch.randint(0, V, (2, 8), generator=torch.Generator().manual_seed(0))
+    targets = ids.clone()
+    targets[:, ::3] = -100
+    found = []
+    for chunked in (True, False):
+        model = build_model(cfg)
+        model.trade_memory(chunked_loss=chunked)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            value = model(ids, targets=targets)
+        value.backward()
+        assert value.dtype == torch.float32
+        found.append([value.detach(), *(p.grad for p in model.parameters())])
+    assert all(close(got, want.double(), tolerance) for got, want in zip(*found, strict=True))
+
+
+def test_a_head_with_a_loss_of_its_own_refuses_all_logits_at_once():
+    model = build_model(ModelConfig(d_model=16, n_layers=1, n_heads=2, vocab_size=V))
+    model.output = torch.nn.Identity()
+    model.trade_memory(chunked_loss=True)
+    with pytest.raises(UserError, match="trainer.chunked_loss=false: the head 'linear' has no chunks"):
+        model.trade_memory(chunked_loss=False)

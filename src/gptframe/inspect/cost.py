@@ -178,6 +178,7 @@ def rehearse(
     precision: str = "fp32",
     clip: bool = True,
     recompute: bool = False,
+    chunked_loss: bool = True,
 ) -> Memory:
     """The memory of one training step, from two steps on tensors without values.
 
@@ -187,6 +188,7 @@ def rehearse(
         accumulation: micro-batches in a step: from two on, a forward pass runs beside gradients.
         precision: fp32, fp64, or bf16 and fp16 for autocast around weights in fp32.
         recompute: as `trainer.recompute`.
+        chunked_loss: as `trainer.chunked_loss`.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -195,7 +197,7 @@ def rehearse(
     with FakeTensorMode(), _Meter() as meter:
         with _default_dtype(torch.float64 if precision == "fp64" else torch.float32):
             model = GPT(cfg)
-        model.recompute = recompute
+        model.trade_memory(recompute, chunked_loss)
         parameters = list(model.parameters())
         for parameter in parameters:
             meter.add(parameter)
@@ -305,6 +307,7 @@ def plan(config: Config) -> Plan:
         accumulation=device.accumulation,
         precision=device.precision,
         clip=trainer.clip_norm is not None,
+        chunked_loss=trainer.chunked_loss,
     )
     memory, otherwise = (
         sharded(rehearsed(recompute=value), trainer.strategy, world)
@@ -346,7 +349,7 @@ def measured_throughput(config: Config, device: Device, budget_seconds: float = 
     target = torch.device("cuda" if device.accelerator == "gpu" else device.accelerator)
     dtype = torch.float64 if device.precision == "fp64" else torch.float32
     model = build_model(config.model, config.seed).to(target, dtype)
-    model.recompute = config.trainer.recompute
+    model.trade_memory(config.trainer.recompute, config.trainer.chunked_loss)
     steps = build("optimizer", config.optimizer, param_groups(model))
     shape = (device.micro_batch_size, config.model.context_length)
     ids = torch.randint(0, model.token_embedding.num_embeddings, shape, device=target)

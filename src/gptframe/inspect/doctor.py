@@ -107,6 +107,7 @@ def examine(config: Config, run_dir: Path | None = None) -> list[Finding]:
                 lambda: rehearse(
                     model, config.optimizer, device.micro_batch_size, accumulation=device.accumulation,
                     precision=device.precision, clip=config.trainer.clip_norm is not None,
+                    recompute=config.trainer.recompute, chunked_loss=config.trainer.chunked_loss,
                 ).peak,
             )  # fmt: skip
             if need is not None:

@@ -10,6 +10,7 @@ from gptframe.config import ModelConfig
 from gptframe.errors import UserError
 from gptframe.model.block import seat
 from gptframe.model.context import Context, KVCache
+from gptframe.model.head import Head
 from gptframe.model.init import initialize, with_role
 from gptframe.model.norm import NormPlacement
 from gptframe.model.position import Position, position_at
@@ -65,6 +66,18 @@ class GPT(nn.Module):
                     f"transform {name!r} ({entry('transform', name).origin}) returned {type(made).__name__}, which "
                     f"would be lost: it must change the model that it gets, and return nothing"
                 )
+
+    def trade_memory(self, recompute: bool = False, chunked_loss: bool = True) -> None:
+        """Choose between memory and time, see `recompute` and `Head.chunked`; what is computed stays the same.
+
+        Raises:
+            UserError: the head is a plugin's that computes its loss in a way of its own.
+        """
+        self.recompute = recompute
+        if isinstance(self.output, Head):
+            self.output.chunked = chunked_loss
+        elif not chunked_loss:
+            raise UserError(f"trainer.chunked_loss=false: the head {self.cfg.head['name']!r} has no chunks")
 
     @property
     def head_weight(self) -> Tensor:

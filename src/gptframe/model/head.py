@@ -8,13 +8,19 @@ from torch import Tensor, nn
 
 from gptframe.config import ModelConfig
 from gptframe.model.context import Context
-from gptframe.model.loss import head_cross_entropy
+from gptframe.model.loss import IGNORED, head_cross_entropy
 from gptframe.registry import register
 
 
 @register("head", "linear")
 class Head(nn.Module):
-    """logits = cap(x W^T), with W the token embedding where the head is tied; a head of your own derives from it."""
+    """logits = cap(x W^T), with W the token embedding where the head is tied; a head of your own derives from it.
+
+    Attributes:
+        chunked: let no more logits exist at once than the loss of a chunk needs, and compute their gradients there.
+    """
+
+    chunked = True
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -30,4 +36,8 @@ class Head(nn.Module):
 
         What a head trains besides (as other tokens further ahead) goes through `ctx.add_loss`.
         """
-        return head_cross_entropy(x, weight, targets, self.softcap)
+        if self.chunked:
+            return head_cross_entropy(x, weight, targets, self.softcap)
+        logits = self(x, weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")

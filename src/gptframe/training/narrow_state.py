@@ -76,8 +76,13 @@ class NarrowState(Optimizer):
 
     def _store(self, state: Mapping[Tensor, dict[str, Any]], seed: int) -> None:
         moments = [(p, key, t) for p, own in state.items() for key, t in own.items() if _is_moment(key, t)]
-        for p, own in state.items():
-            self.state[p] = dict(own)
+        for p, own in state.items():  # a moment stays where it is in memory: moved at every step it would scatter
+            kept = self.state[p]
+            for key, value in own.items():
+                if not _is_moment(key, value):
+                    kept[key] = value
+                elif key not in kept:
+                    kept[key] = torch.empty_like(value, dtype=torch.bfloat16)
         if not moments:
             return
         device = moments[0][2].device
@@ -86,7 +91,7 @@ class NarrowState(Optimizer):
         bits = torch.empty(-(-sum(sizes) // 4), dtype=torch.int64, device=device)
         bits.random_(-(2**63), None, generator=torch.Generator(device).manual_seed(seed))
         for (p, key, t), noise in zip(moments, bits.view(torch.int16)[: sum(sizes)].split(sizes), strict=True):
-            self.state[p][key] = round_at_random(t, noise)
+            self.state[p][key].copy_(round_at_random(t, noise))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)  # which takes the state to the dtype of its parameter

@@ -126,7 +126,7 @@ def _train(config: Config, overrides: list[str], held: contextlib.ExitStack) -> 
     device = choose(config.trainer, config.precision, config.model, n_parameters)
     refuse_oversize(config, device, n_parameters)
     model = build_model(config.model, config.seed)
-    model.recompute = config.trainer.recompute
+    model.trade_memory(config.trainer.recompute, config.trainer.chunked_loss)
     build("optimizer", config.optimizer, param_groups(model))  # refuses its options while there is no run directory
     if config.init_from and start is None:
         weights = checkpoints.load_weights(model, config.init_from, config.to_dict()["model"])
