@@ -265,6 +265,23 @@ def test_the_layout_in_memory_changes_nothing_else() -> None:
     assert all(p.is_contiguous() for p in half.parameters())
 
 
+def test_streamed_matrices_give_the_same_tokens_and_gradients(monkeypatch) -> None:
+    """As large models have them on some processors: products of parts of a matrix."""
+    monkeypatch.setattr("gptframe.generate.streams", lambda: True)
+    monkeypatch.setattr("gptframe.generate.STREAMED_BYTES", 0)
+    model, other = (small("gqa", "rope_half_part", activation={"name": "swiglu"}).float() for _ in range(2))
+    lay_out(other)
+    products: list[int] = []
+    monkeypatch.setattr("torch.bmm", lambda a, b, bmm=torch.bmm: products.append(a.shape[0]) or bmm(a, b))
+    texts = [[1, 2, 3], [4], [5, 6, 7, 8], [9, 1]]
+    found = [[c.ids for c in generate_batch(m, texts, 12, Sampling(temperature=0))] for m in (model, other)]
+    assert found[0] == found[1] and products
+    ids = torch.tensor([[1, 2]])  # few enough rows
+    losses = [m(ids, None, ids) for m in (model, other)]
+    grads = [torch.autograd.grad(loss, list(m.parameters())) for loss, m in zip(losses, (model, other), strict=True)]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*grads, strict=True))
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
 def test_laid_out_each_token_gets_from_the_cache_what_the_whole_text_gives(attention: str, activation: str) -> None:

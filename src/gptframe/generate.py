@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from gptframe.errors import UserError
 from gptframe.model import GPT, Context, KVCache
 from gptframe.model.attention import Attention
-from gptframe.model.call import lay_side_by_side
+from gptframe.model.call import STREAMED_BYTES, lay_side_by_side, streams
+from gptframe.model.head import Head
 from gptframe.model.mlp import MLP
 
 
@@ -52,13 +53,20 @@ def lay_out(model: GPT) -> None:
     together += [[m.up, m.gate] for m in model.modules() if isinstance(m, MLP) and m.gate is not None]
     grouped = {layer for layers in together for layer in layers}
     alone = [[m] for m in model.modules() if isinstance(m, nn.Linear) and m not in grouped]
+    single = {p.dtype for p in model.parameters()} == {torch.float32} and model.head_weight.device.type == "cpu"
+    streamed = single and streams() and sum(p.nbytes for p in model.parameters()) >= STREAMED_BYTES
     for layers in together + alone:
         if all(type(layer) is nn.Linear for layer in layers):
-            lay_side_by_side([layer.weight for layer in layers])
+            lay_side_by_side([layer.weight for layer in layers], streamed)
             if all(layer.bias is not None for layer in layers):
                 lay_side_by_side([layer.bias for layer in layers])
+            if streamed:
+                for layer in layers:
+                    layer.streamed = True
     if model.head is None:
-        lay_side_by_side([model.head_weight])
+        lay_side_by_side([model.head_weight], streamed)
+    if streamed and isinstance(model.output, Head):
+        model.output.streamed = True
 
 
 def view_start(n: int, context_length: int) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gptframe.model.call import call, call_each, lay_side_by_side, part
+from gptframe.model.call import call, call_each, lay_side_by_side, part, product
 
 X = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
 
@@ -111,3 +111,17 @@ def test_a_part_is_whatever_module_is_there() -> None:
     del whole.inner
     with pytest.raises(AttributeError, match="inner"):
         whole.inner  # noqa: B018
+
+
+@pytest.mark.parametrize("rows_out", [1, 7, 16, 17, 192, 2305, 8449])  # 2305 = 5 * 461, 8449 = 71 * 119; 17 is prime
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (1, 1, 6), (4, 1, 6), (2, 3, 6), (1, 9, 6), (0, 6)])
+def test_a_streamed_product_is_the_same_product(rows_out: int, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(2)
+    weight, bias, x = torch.randn(rows_out, 6), torch.randn(rows_out), torch.randn(shape)
+    for given in (bias, None):
+        y = product(x, weight, given, streamed=True)
+        exact = np.einsum("...i,oi->...o", x.double().numpy(), weight.double().numpy())
+        exact = exact if given is None else exact + given.double().numpy()
+        assert y.shape == exact.shape and np.allclose(y.numpy(), exact, atol=1e-5)
+    turned = weight.t().contiguous().t()  # not laid out as it should be
+    assert torch.allclose(product(x, turned, bias, streamed=True), y + bias, atol=1e-5)

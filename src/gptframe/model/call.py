@@ -7,7 +7,9 @@ of another class than nn.Linear or nn.Identity, is called as ever.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +40,53 @@ def call(module: nn.Module, x: Tensor) -> Tensor:
     if _plain(module, nn.Identity):
         return x
     if _plain(module, nn.Linear):
-        return F.linear(x, module._parameters["weight"], module._parameters["bias"])  # type: ignore[arg-type]
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        return product(x, weight, bias, "streamed" in module.__dict__)  # type: ignore[arg-type]
     return module(x)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, streamed: bool = False) -> Tensor:
+    """`F.linear(x, weight, bias)`.
+
+    Args:
+        x: [..., in]. weight: [out, in]. bias: [out] or None.
+        streamed: read `weight` at the speed of the memory where x has few rows, see `streams`.
+    """
+    if not streamed or not weight.is_contiguous():
+        return F.linear(x, weight, bias)
+    rows, parts = x.numel() // weight.shape[1], _parts(weight.shape[0])
+    if not 0 < rows <= STREAMED_ROWS or parts == 1:
+        return F.linear(x, weight, bias)
+    vectors = x.reshape(rows, -1).t()[None].expand(parts, -1, -1)  # [parts, in, rows]
+    y = torch.bmm(weight.view(parts, -1, weight.shape[1]), vectors).view(-1, rows).t()
+    y = y.reshape(*x.shape[:-1], weight.shape[0])
+    return y if bias is None else y + bias
+
+
+STREAMED_ROWS = 4  # with more of them other products are as fast
+STREAMED_BYTES = 2**25  # a model of this size is not held by the caches
+
+
+@functools.cache
+def streams() -> bool:
+    """Whether MKL's product of a matrix and a vector is slow here, and that of a batch of them is not.
+
+    On AMD the former reads a float32 matrix at a third of the speed of the memory, and the latter at two thirds
+    (docs/generate-evaluate.md has the numbers).
+    """
+    if not torch.backends.mkl.is_available():
+        return False
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+@functools.cache
+def _parts(rows: int) -> int:
+    """Into how many equal parts of about 64 rows a matrix is cut; 1 where there are none."""
+    fitting = [size for size in range(8, rows // 2 + 1) if rows % size == 0]
+    return rows // min(fitting, key=lambda size: abs(size - 64)) if fitting else 1
 
 
 def call_each(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
@@ -52,12 +99,16 @@ def call_each(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
             weights, biases = ([layer._parameters[name] for layer in layers] for name in ("weight", "bias"))
             weight, bias = _whole(weights), _whole(biases)
             if weight is not None and (bias is not None or not any(b is not None for b in biases)):
-                return F.linear(x, weight, bias).split_with_sizes([layer.out_features for layer in layers], dim=-1)
+                y = product(x, weight, bias, "streamed" in layers[0].__dict__)
+                return y.split_with_sizes([layer.out_features for layer in layers], dim=-1)
     return [call(layer, x) for layer in layers]
 
 
-def lay_side_by_side(parameters: Sequence[Tensor]) -> None:
+def lay_side_by_side(parameters: Sequence[Tensor], streamed: bool = False) -> None:
     """Let parameters [n_i, ...] lie in memory as the parts of one [sum of n_i, ...], in the order that is fastest.
+
+    Args:
+        streamed: the order that `product` wants for streamed matrices.
 
     Values, shapes, dtype and device stay as they are. What gives a parameter memory of its own again (`.to`, assigning
     to `.data`) parts it from the others and does no harm.
@@ -69,7 +120,7 @@ def lay_side_by_side(parameters: Sequence[Tensor]) -> None:
     with torch.no_grad():
         whole = torch.cat([p.data for p in parameters]) if len(parameters) > 1 else parameters[0].data
         if whole.ndim == 2 and whole.dtype == torch.float32 and whole.device.type == "cpu":
-            if whole.shape[0] >= whole.shape[1]:
+            if whole.shape[0] >= whole.shape[1] and not streamed:
                 whole = whole.t().contiguous().t()
         for parameter, own in zip(parameters, whole.split([p.shape[0] for p in parameters]), strict=True):
             parameter.data = own

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptframe.config import ModelConfig
+from gptframe.model.call import product
 from gptframe.model.context import Context
 from gptframe.model.loss import IGNORED, head_cross_entropy
 from gptframe.registry import register
@@ -18,9 +19,10 @@ class Head(nn.Module):
 
     Attributes:
         chunked: let no more logits exist at once than the loss of a chunk needs, and compute their gradients there.
+        streamed: read the matrix at the speed of the memory, for generation (`gptframe.model.call.product`).
     """
 
-    chunked = True
+    chunked, streamed = True, False
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -28,7 +30,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """Logits [..., V] of the normalised stream x[..., D] and weight[V, D]."""
-        logits = F.linear(x, weight)
+        logits = product(x, weight, None, self.streamed)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def loss(self, x: Tensor, weight: Tensor, targets: Tensor, ctx: Context) -> Tensor:
