@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from peers import Process
 from timing import interleave, machine, ratio
 
 from gptframe.training.allocator import reused_memory
@@ -48,8 +49,12 @@ class Side:
         self.optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
+    def most_held(self) -> int:
+        """The most memory that this side has held, in bytes."""
+        return torch.cuda.max_memory_allocated() if self.parameters[0].is_cuda else most_held()
 
-def build_pair(name: str, given: str, a) -> tuple[Side, Side, str, int]:
+
+def build_pair(name: str, given: str, a) -> tuple[Side, Side | Process, str, int]:
     """(ours, theirs, version of theirs, our parameters), for one peer."""
     from gptframe import plugins
     from gptframe.compose import compose_config
@@ -60,39 +65,51 @@ def build_pair(name: str, given: str, a) -> tuple[Side, Side, str, int]:
 
     plugins.load_entry_points()
     peer_module = importlib.import_module(f"peers.{name}")
+    devices = getattr(peer_module, "DEVICES", (a.device,))
+    if torch.device(a.device).type not in devices:
+        raise ValueError(f"it runs on {' and '.join(devices)} alone, and this is {a.device}")
     base = [f"model={a.model}", *a.size, *peer_module.OVERRIDES]
     plain = Config.from_dict(compose_config(base))
     ours = build_model(plain.model, seed=1)
-    peer = peer_module.load(ours, plain, given)
+    batch, length = map(int, a.batch.split("x"))
+    tokens = torch.randint(0, plain.model.vocab_size, (batch * length + 1,), generator=torch.Generator().manual_seed(0))
+    program = hasattr(peer_module, "start")
+    if program:
+        peer = peer_module.start(ours, plain, given, tokens, (batch, length), a.threads)
+    else:
+        peer = peer_module.load(ours, plain, given)
     if a.ours:
         state = ours.state_dict()
         ours = build_model(Config.from_dict(compose_config([*base, *a.ours])).model, seed=1)
         ours.load_state_dict(state)
     device = torch.device(a.device)
-    ours, theirs = ours.to(device), peer.model.to(device)
-
-    batch, length = map(int, a.batch.split("x"))
-    ids = torch.randint(0, plain.model.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
-    targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
+    ours = ours.to(device)
+    ids, targets = (part.reshape(batch, length).to(device) for part in (tokens[:-1], tokens[1:]))
+    if not program:
+        targets[:, -1] = -100  # which transformers does not have
     count = int((targets != -100).sum())
     forward = torch.compile(ours.forward) if a.compile in ("both", "ours") else ours.forward
-    model = torch.compile(theirs) if a.compile in ("both", "theirs") else theirs
 
     def autocast():
         return torch.autocast(device.type, torch.bfloat16) if a.precision == "bf16" else contextlib.nullcontext()
 
     section = {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1}
-    theirs_adamw = torch.optim.AdamW(list(peer.groups), lr=1e-4, betas=(0.9, 0.95), fused=True)
     left = Side(
         lambda: forward(ids, None, targets) / count,
         ours.parameters(),
         build("optimizer", section, param_groups(ours)),
         autocast,
     )
+    parameters = sum(p.numel() for p in ours.parameters())
+    if program:
+        if a.precision != "fp32":
+            raise ValueError("it computes in float32")
+        return left, peer, peer.version, parameters
+    theirs = peer.model.to(device)
+    model = torch.compile(theirs) if a.compile in ("both", "theirs") else theirs
+    theirs_adamw = torch.optim.AdamW(list(peer.groups), lr=1e-4, betas=(0.9, 0.95), fused=True)
     right = Side(lambda: peer.loss(model, ids, targets), theirs.parameters(), theirs_adamw, autocast)
-    return left, right, peer.version, sum(p.numel() for p in ours.parameters())
+    return left, right, peer.version, parameters
 
 
 def alone(name: str, given: str, which: str, a) -> None:
@@ -102,7 +119,7 @@ def alone(name: str, given: str, which: str, a) -> None:
     del pair
     for _ in range(3):
         side.step()
-    print(json.dumps({"bytes": torch.cuda.max_memory_allocated() if a.device == "cuda" else most_held()}))
+    print(json.dumps({"bytes": side.most_held()}))
 
 
 def most_held() -> int:
@@ -126,7 +143,11 @@ def memory(name: str, given: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--peer", action="append", default=[], metavar="NAME[=DIR]", help="transformers, x_transformers, nanogpt=DIR"
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME[=DIR]",
+        help="transformers, litgpt, x_transformers, nanogpt=DIR, llmc=DIR, modded_nanogpt=DIR",
     )
     parser.add_argument("--model", default="andrea12m")
     parser.add_argument("--size", action="append", default=[], metavar="KEY=VALUE", help="overrides of both sides")

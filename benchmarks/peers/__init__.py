@@ -2,13 +2,16 @@
 
 A peer says in `OVERRIDES` which options its architecture needs, and returns a `Peer`. What it cannot express it refuses
 with a ValueError that names it. No peer's code is in this repository: it comes from the package index, or from a folder
-that is given as `--peer nanogpt=DIR`.
+that is given as `--peer nanogpt=DIR`. `DEVICES` names the devices that it runs on, where these are not all.
+
+A peer that is a program has `start(ours, config, given, tokens, batch, threads)` instead, which returns a `Process`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -37,3 +40,15 @@ def decayed_by_axes(model: nn.Module, weight_decay: float) -> list[dict]:
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+
+
+class Process(Protocol):
+    """A program that trains on our weights, always on the same batch, and waits between its steps."""
+
+    version: str
+
+    def step(self) -> float:
+        """Let it do a step; the loss before the update."""
+
+    def most_held(self) -> int:
+        """The most memory that it has held, in bytes."""
