@@ -64,7 +64,7 @@ REFUSED = [
     ("plugins", [3], "plugins[0]=3 must be text"),
     ("trainer", 3, "trainer=3 must be a section of options"),
     ("trainer.clip_norm", "one", "trainer.clip_norm='one' must be a number or null"),
-    ("trainer.compile", "maybe", "trainer.compile='maybe' must be true, false or auto"),
+    ("trainer.compile", "maybe", "trainer.compile='maybe' must be true, false, auto or max-autotune"),
     ("seed", "one", "seed='one' must be a whole number"),
     # sizes
     ("model.d_model", 0, "model.d_model=0 must be greater than 0"),

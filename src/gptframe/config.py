@@ -193,7 +193,9 @@ class TrainerConfig:
     """Lightning's strategy: `auto`, `ddp`, ..."""
     num_nodes: int = 1
     compile: bool | str = "auto"
-    """torch.compile: true, false, or auto (on for CUDA)."""
+    """torch.compile: true, false, auto (on for CUDA), or max-autotune, which tries several kernels for each matrix
+    product before the first step. That takes minutes, and leaves CUDA graphs out: they and gradients summed over
+    micro-batches do not go together."""
     recompute: bool = False
     """Keep only the stream between blocks for the backward pass, and compute each block once more there: less memory,
     about a third more time (activation checkpointing, Chen et al., 2016)."""
@@ -216,9 +218,10 @@ class TrainerConfig:
             if getattr(self, key) is not None:
                 _positive(f"trainer.{key}", getattr(self, key))
         _positive("trainer.global_batch_size", self.global_batch_size, LARGEST_BATCH)
-        for key in ("compile", "reuse_memory"):
-            if getattr(self, key) not in (True, False, "auto"):
-                raise UserError(f"trainer.{key}={getattr(self, key)!r} must be true, false or auto")
+        if self.compile not in (True, False, "auto", "max-autotune"):
+            raise UserError(f"trainer.compile={self.compile!r} must be true, false, auto or max-autotune")
+        if self.reuse_memory not in (True, False, "auto"):
+            raise UserError(f"trainer.reuse_memory={self.reuse_memory!r} must be true, false or auto")
 
 
 @dataclass(frozen=True)

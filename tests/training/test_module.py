@@ -6,6 +6,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.precision import MixedPrecision
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.data import DataLoader, IterableDataset
 
 from gptframe.config import ModelConfig
@@ -178,10 +179,18 @@ def test_the_learning_rate_follows_the_schedule():
 
 
 def test_compiling_leaves_names_and_loss_alone(monkeypatch):
-    compile = torch.compile  # without code generation, which takes a minute
-    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend="aot_eager"))
+    compile, counter = torch.compile, CompileCounterWithBackend("aot_eager")  # which generates no code: that is slow
+    modes = []
+
+    def without_code(function, mode):
+        modes.append(mode)
+        return compile(function, backend=counter, fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", without_code)
+    torch._dynamo.reset()
     batch = ragged_batch()
-    plain, compiled = fit(batch, 8), fit(batch, 8, compile=True)
+    plain, compiled = fit(batch, 4, steps=3), fit(batch, 4, steps=3, compile=True, compile_mode="max-autotune")
+    assert counter.frame_count == 1 and modes == ["max-autotune"]  # one graph for all micro-batches and steps
     torch.testing.assert_close(compiled.last_loss, plain.last_loss, rtol=1e-5, atol=1e-6)
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert not any("_orig_mod" in name for name in compiled.state_dict())

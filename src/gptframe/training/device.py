@@ -33,6 +33,8 @@ class Device:
     """Micro-batches in a step on each device."""
     threads: int
     """CPU threads of PyTorch."""
+    compile_mode: str | None = None
+    """Of torch.compile; None for its default."""
 
     @property
     def lightning_precision(self) -> Any:
@@ -65,7 +67,9 @@ def choose(trainer: TrainerConfig, precision: Mapping[str, Any], model: ModelCon
             f"try trainer.micro_batch_size={fits}"
         )
     compile = accelerator == "gpu" if trainer.compile == "auto" else bool(trainer.compile)
-    return Device(accelerator, name, compile, micro, per_rank // micro, choose_threads(trainer, accelerator, model))
+    threads = choose_threads(trainer, accelerator, model)
+    mode = "max-autotune-no-cudagraphs" if trainer.compile == "max-autotune" else None
+    return Device(accelerator, name, compile, micro, per_rank // micro, threads, mode)
 
 
 def choose_accelerator(name: str, devices: int) -> str:

@@ -42,6 +42,7 @@ class GPTModule(pl.LightningModule):
         clip_norm: bound on the global norm of the gradient; None for none.
         seed: of dropout.
         compile: use torch.compile for the training loss.
+        compile_mode: its mode; None for its default.
         metadata: plain containers to carry in every checkpoint under "gptframe".
     """
 
@@ -55,6 +56,7 @@ class GPTModule(pl.LightningModule):
         clip_norm: float | None = None,
         seed: int = 0,
         compile: bool = False,
+        compile_mode: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ):
         super().__init__()
@@ -62,7 +64,9 @@ class GPTModule(pl.LightningModule):
         self.model = model
         self.optimizer_section, self.schedule = dict(optimizer), schedule
         self.micro_batch_size, self.clip_norm, self.seed = micro_batch_size, clip_norm, seed
-        self.loss_sum: Callable[..., Tensor] = torch.compile(model.forward) if compile else model.forward
+        self.loss_sum: Callable[..., Tensor] = model.forward
+        if compile:
+            self.loss_sum = torch.compile(model.forward, mode=compile_mode)
         self.metadata = dict(metadata or {})
 
         # The last step, for whoever logs it. Tensors, so that nothing waits for a GPU before it must.

@@ -173,6 +173,7 @@ def _train(config: Config, overrides: list[str], held: contextlib.ExitStack) -> 
             clip_norm=config.trainer.clip_norm,
             seed=config.seed,
             compile=device.compile,
+            compile_mode=device.compile_mode,
             metadata={
                 "version": __version__,
                 "model": config.to_dict()["model"],
