@@ -74,6 +74,8 @@ def build_pair(name: str, given: str, a) -> tuple[Side, Side | Process, str, int
     batch, length = map(int, a.batch.split("x"))
     tokens = torch.randint(0, plain.model.vocab_size, (batch * length + 1,), generator=torch.Generator().manual_seed(0))
     program = hasattr(peer_module, "start")
+    if a.rounds > getattr(peer_module, "MOST_ROUNDS", a.rounds):
+        raise ValueError(f"it does other things after {peer_module.MOST_ROUNDS} rounds, and this is {a.rounds}")
     if program:
         peer = peer_module.start(ours, plain, given, tokens, (batch, length), a.threads)
     else:

@@ -4,7 +4,8 @@ A peer says in `OVERRIDES` which options its architecture needs, and returns a `
 with a ValueError that names it. No peer's code is in this repository: it comes from the package index, or from a folder
 that is given as `--peer nanogpt=DIR`. `DEVICES` names the devices that it runs on, where these are not all.
 
-A peer that is a program has `start(ours, config, given, tokens, batch, threads)` instead, which returns a `Process`.
+A peer that is a program has `start(ours, config, given, tokens, batch, threads)` instead, which returns a `Process`;
+`MOST_ROUNDS` says how many steps in a row it does and nothing else.
 """
 
 from __future__ import annotations
