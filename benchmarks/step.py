@@ -86,7 +86,7 @@ def build_pair(name: str, given: str, a) -> tuple[Side, Side | Process, str, int
         ours.load_state_dict(state)
     device = torch.device(a.device)
     ours = ours.to(device)
-    ids, targets = (part.reshape(batch, length).to(device) for part in (tokens[:-1], tokens[1:]))
+    ids, targets = (part.view(batch, length).clone().to(device) for part in (tokens[:-1], tokens[1:]))
     if not program:
         targets[:, -1] = -100  # which transformers does not have
     count = int((targets != -100).sum())
