@@ -222,3 +222,19 @@ def test_datamodule_is_the_stream_from_the_trainers_step(text):
     assert steps == [0, 1, 2, 3, 4, 5]
     for step, ids in zip(steps, seen, strict=True):
         assert torch.equal(ids, expected.at(step)["ids"])
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_beside_a_gpu_batches_are_pinned_and_nothing_waits_for_their_copy(text, monkeypatch, gpu):
+    pytest.importorskip("pytorch_lightning")
+    from lightning_fabric.utilities.apply_func import move_data_to_device
+
+    from gptframe.data.datamodule import GPTDataModule
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    module = GPTDataModule(prepare({"name": "text", "path": text}, {"name": "byte"}, None), 16, 4, 3)
+    assert module.train_dataloader().pin_memory is gpu and module.val_dataloader().pin_memory is gpu
+    moved = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, **how: moved.append((device, how)) or tensor)
+    move_data_to_device(module.batches().at(0), torch.device("cuda"))  # as Lightning does with a batch
+    assert moved == [(torch.device("cuda"), {"non_blocking": True})] * 2
