@@ -12,7 +12,8 @@ import torch
 from gptframe import plugins, registry
 from gptframe.config import Config
 from gptframe.errors import UserError
-from gptframe.model import build_model
+from gptframe.model import Context, build_model
+from gptframe.model.attention import Attention
 
 PLUGIN = '''
 import torch
@@ -325,6 +326,7 @@ def test_a_part_that_returns_something_else_is_named(fresh_registry, tmp_path, k
         ("schedule", lambda step, total: None, (0, 10), "None"),
         ("schedule", lambda step, total: float("nan"), (0, 10), "nan"),
         ("init", lambda role, shape, cfg: "0.02", ("matrix", (2, 2), None), "'0.02'"),
+        ("attention_backend", lambda cfg: None, (None,), "None"),
         ("optimizer", lambda groups: None, ([],), "None"),
         ("corpus", lambda: object(), (), "object"),
     ],
@@ -335,3 +337,15 @@ def test_a_function_that_gives_something_else_is_named(kind, value, arguments, g
         registry.build(kind, {"name": "odd"}, *arguments)
     assert f"{kind} 'odd' ({__file__}:" in str(refusal.value)
     assert f"gave {got}, which breaks its contract: {registry.KINDS[kind][0]}" in str(refusal.value)
+
+
+def test_an_attention_backend_that_breaks_its_contract_is_named():
+    cfg = Config.from_dict({"model": {"vocab_size": 8, "d_model": 32, "n_heads": 2}}).model
+    registry.register("attention_backend", "bare")(lambda: None)
+    with pytest.raises(UserError, match=r"attention_backend 'bare' \(.*breaks its contract"):
+        Attention(cfg, 0, backend="bare")
+    for value, got in ((lambda q: q.transpose(1, 2), r"\[1, 5, 2, 16\]"), (lambda q: (q, None), "tuple")):
+        registry.register("attention_backend", "odd")(lambda cfg, value=value: lambda q, k, v, *_: value(q))
+        with pytest.raises(UserError, match=rf"'odd' \(.*\) returned {got} for queries of \[1, 2, 5, 16\]"):
+            Attention(cfg, 0, backend="odd")(torch.zeros(1, 5, 32), Context(positions=torch.arange(5)))
+        del registry._table["attention_backend"]["odd"]

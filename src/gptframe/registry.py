@@ -333,6 +333,7 @@ def _has(value: Any, *methods: str) -> bool:
 RESULTS: dict[str, Callable[[Any], bool]] = {
     "schedule": _is_number,
     "init": _is_number,
+    "attention_backend": callable,
     "optimizer": lambda value: _has(value, "step", "zero_grad", "state_dict"),
     "head": lambda value: _has(value, "loss"),
     "callback": lambda value: _has(value, "on_train_batch_end", "state_dict"),

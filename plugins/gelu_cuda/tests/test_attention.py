@@ -165,6 +165,7 @@ def test_torch_checks_the_operators():
         (lambda q, k, v: (q, k, v[:, :, :5]), "different shapes"),
         (lambda q, k, v: (q, k[:, [0, 0, 0]], v[:, [0, 0, 0]]), "no multiple"),
         (lambda q, k, v: (q[0], k[0], v[0]), r"\[B, H, T, D\]"),
+        (lambda q, k, v: (q[:, :0], k, v), "no multiple"),  # its gradients of k and v would stay unwritten
     ],
 )
 def test_refusals(change, message):
@@ -179,6 +180,22 @@ def test_refusals(change, message):
         RuntimeError, match="differentiable once"
     ):  # one derivative is all there is, and a second is no silent zero
         torch.autograd.grad(once.sum(), q)
+
+
+def test_a_query_that_sees_no_key_is_refused():
+    """The block of such a query would be read where nothing was written, or before the first key."""
+    q, k, v, _ = inputs((1, 2, 100, 16))
+    for window in (0, -1, -(2**40)):
+        with pytest.raises(RuntimeError, match="window.* must be at least 1"):
+            A.attention(q, k, v, window=window)
+    with pytest.raises(RuntimeError, match="window must be at least 1"):
+        A._ops.attention(q, k, v, None, -1)
+    torch.testing.assert_close(A.attention(q, k, v, window=2**40), A.attention(q, k, v), rtol=0, atol=0)
+    own = torch.arange(100, dtype=torch.int32)[None]
+    torch.testing.assert_close(A.attention(q, k, v, first=own), v, rtol=0, atol=1e-6)
+    for first in (own + 1, own - 1):
+        with pytest.raises(RuntimeError, match="first must be from 0 up to"):
+            A.attention(q, k, v, first=first)
 
 
 @pytest.mark.parametrize("asked", ["avx2", "amx", "sse2"])

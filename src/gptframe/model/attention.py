@@ -15,7 +15,7 @@ from gptframe.model.call import call, call_each, part
 from gptframe.model.context import Context
 from gptframe.model.init import with_role
 from gptframe.model.position import Position, position_at
-from gptframe.registry import build, lookup, register
+from gptframe.registry import build, entry, lookup, register
 
 Backend = Callable[[Tensor, Tensor, Tensor, "int | None", "Tensor | None"], "Tensor | None"]
 
@@ -92,7 +92,9 @@ class Attention(nn.Module):
             build("norm", cfg.norm, dim, key="model.norm") if dim else nn.Identity() for dim in dims[qk_norm] or (0, 0)
         )
         self.position = position_at("attention", cfg)
-        self.backend: Backend = lookup("attention_backend", backend, "model.attention.backend")(cfg)
+        lookup("attention_backend", backend, "model.attention.backend")  # its name is the whole option, not its `name`
+        self.backend: Backend = build("attention_backend", {"name": backend}, cfg, key="model.attention.backend")
+        self.backend_name = backend
         biased = type(self.position).score_bias is not Position.score_bias
         if backend != "sdpa" and (softcap is not None or biased or cfg.dropout):
             what = "model.attention.softcap" if softcap is not None else "model.dropout"
@@ -147,6 +149,10 @@ class Attention(nn.Module):
         if causal and not dropout and n_queries == n_keys and (window is None or ctx.cache is None):
             y = self.backend(q, k, v, window, ctx.documents)
             if y is not None:
+                if not isinstance(y, Tensor) or y.shape != q.shape:
+                    got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+                    where = f"{self.backend_name!r} ({entry('attention_backend', self.backend_name).origin})"
+                    raise UserError(f"attention_backend {where} returned {got} for queries of {list(q.shape)}")
                 return y
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)

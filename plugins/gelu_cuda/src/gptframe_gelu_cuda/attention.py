@@ -77,16 +77,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, first:
         q: [B,H,T,D] of any strides, float32 or bfloat16, D a multiple of 16.
         k: [B,Hk,T,D], Hk a divisor of H (Ainslie et al., 2023). v: the same.
         window: how many keys a query sees, itself included; None for all.
-        first: Int[B,T], the first key that each query sees (int32).
+        first: Int[B,T], the first key that each query sees, at most itself (int32, contiguous).
 
     Returns:
         [B,H,T,D], in memory [B,T,H,D].
 
     Raises:
         BackendError: the kernels cannot be had here.
-        RuntimeError: shapes, dtypes or devices do not fit.
+        RuntimeError: shapes, dtypes or devices do not fit, or a query would see no key.
     """
     backend.require_attention()
+    if window is not None and window < 1:
+        raise RuntimeError(f"attention: window={window} must be at least 1: each query sees itself")
     return _ops.attention(q, k, v, first, window or 0)[0]
 
 

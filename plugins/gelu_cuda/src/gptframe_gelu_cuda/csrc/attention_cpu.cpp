@@ -52,7 +52,7 @@ void each(const Problem& p, const Work& work) {
 
 Tensor side_by_side(const Tensor& t) { return t.stride(3) == 1 ? t : gelu::contiguous(t); }
 
-void check(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& first) {
+void check(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& first, int64_t window) {
   STD_TORCH_CHECK(variant() != nullptr, "attention: this processor has no AVX2, or no variant of the name that "
                                         "GPTFRAME_ATTENTION_CPU gives");
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "attention: q, k and v must be [B, H, T, D]");
@@ -64,12 +64,19 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor&
     STD_TORCH_CHECK(k.size(i) == v.size(i), "attention: k and v have different shapes");
     STD_TORCH_CHECK(i == 1 || q.size(i) == k.size(i), "attention: q and k have different shapes");
   }
-  STD_TORCH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0, "attention: heads of q are no multiple of those of k");
+  STD_TORCH_CHECK(k.size(1) > 0 && q.size(1) > 0 && q.size(1) % k.size(1) == 0,
+                  "attention: heads of q are no multiple of those of k");
   STD_TORCH_CHECK(q.size(3) > 0 && q.size(3) % 16 == 0, "attention: D must be a multiple of 16");
-  if (first)
-    STD_TORCH_CHECK(first->is_cpu() && first->is_contiguous() && first->scalar_type() == ScalarType::Int &&
-                        first->dim() == 2 && first->size(0) == q.size(0) && first->size(1) == q.size(2),
-                    "attention: first must be int32 [B, T], contiguous");
+  STD_TORCH_CHECK(window >= 0, "attention: window must be at least 1, or 0 for all keys");
+  if (!first) return;
+  STD_TORCH_CHECK(first->is_cpu() && first->is_contiguous() && first->scalar_type() == ScalarType::Int &&
+                      first->dim() == 2 && first->size(0) == q.size(0) && first->size(1) == q.size(2),
+                  "attention: first must be int32 [B, T], contiguous");
+  const int32_t* keys = (const int32_t*)first->const_data_ptr();
+  bool within = true;
+  for (int64_t b = 0; b < first->size(0); ++b)
+    for (int64_t t = 0; t < first->size(1); ++t, ++keys) within &= 0 <= *keys && *keys <= t;
+  STD_TORCH_CHECK(within, "attention: first must be from 0 up to the query's own position");
 }
 
 template <class S>
@@ -83,7 +90,7 @@ void forward_of(const Loops<S>& loops, const Problem& p, const Tensor& q, const 
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const MaybeTensor& first,
                                    int64_t window) {
-  check(q_, k_, v_, first);
+  check(q_, k_, v_, first, window);
   const Tensor q = side_by_side(q_), k = side_by_side(k_), v = side_by_side(v_);
   Tensor out = token_major(q, q.size(0), q.size(1), q.size(2), q.size(3));
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)}, ScalarType::Float);
@@ -110,13 +117,16 @@ void backward_of(const Loops<S>& loops, const Problem& p, const Tensor& g, const
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& g_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
                                             const Tensor& out_, const Tensor& lse, const MaybeTensor& first,
                                             int64_t window) {
-  check(q_, k_, v_, first);
+  check(q_, k_, v_, first, window);
   const Tensor g = side_by_side(g_), q = side_by_side(q_), k = side_by_side(k_), v = side_by_side(v_);
   const Tensor out = side_by_side(out_);
   for (const Tensor* t : {&g, &out}) {
     STD_TORCH_CHECK(t->scalar_type() == q.scalar_type() && t->dim() == 4, "attention: the gradient must be like q");
     for (int i = 0; i < 4; ++i) STD_TORCH_CHECK(t->size(i) == q.size(i), "attention: the gradient must be like q");
   }
+  STD_TORCH_CHECK(g.is_cpu() && out.is_cpu() && lse.is_cpu() && lse.is_contiguous() && lse.numel() * q.size(3) == q.numel() &&
+                      lse.scalar_type() == ScalarType::Float,
+                  "attention: lse must be what the forward pass gave");
   const int64_t B = q.size(0), T = q.size(2), D = q.size(3);
   Tensor results[3] = {token_major(q, B, q.size(1), T, D), token_major(q, B, k.size(1), T, D),
                        token_major(q, B, k.size(1), T, D)};
