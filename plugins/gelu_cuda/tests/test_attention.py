@@ -143,6 +143,12 @@ def test_nothing_in_and_nothing_out():
         assert y.shape == q.grad.shape == shape
 
 
+def test_the_function_is_one_graph():
+    q, k, v, _ = inputs((1, 2, 20, 16))
+    compiled = torch.compile(lambda *t: 2 * A.attention(*t, window=3), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), 2 * A.attention(q, k, v, window=3))
+
+
 def test_torch_checks_the_operators():
     q, k, v, g = (t.requires_grad_() for t in inputs((1, 2, 20, 16)))
     first = torch.zeros(1, 20, dtype=torch.int32)
@@ -284,6 +290,18 @@ def test_what_it_cannot_do_is_refused(overrides, message):
 
     with pytest.raises(UserError, match=message):
         models(*overrides)
+
+
+def test_what_is_left_to_torch_is_said_and_not_reported_as_ours(tmp_path):
+    options = ["model=mini", "model.attention.backend=flash_cpu", "precision=fp64", "trainer.max_steps=1"]
+    program = "import sys; from gptframe.cli import main; sys.exit(main(['train', *sys.argv[1:]]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *options, "trainer.val_interval=1", f"run_dir={tmp_path / 'run'}"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("torch computes attention in float64 on cpu, not flash_cpu") == 1
+    assert "torch (float64, not flash_cpu)" in (tmp_path / "run/manifest.json").read_text()
 
 
 def test_it_keeps_the_contract_of_a_backend():

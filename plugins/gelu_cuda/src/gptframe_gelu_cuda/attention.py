@@ -108,16 +108,20 @@ class FlashCPU(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.left: dict[str, str] = {}  # device -> dtype of what torch computed
         backend.require_attention()
 
     def manifest(self) -> dict[str, str]:
-        """What ran, for the run's manifest: the instruction set, and where the kernels came from."""
+        """What ran, for the run's manifest: the instruction set, and where the kernels came from; or what did not."""
+        if self.left:
+            return {f"attention on {device}": f"torch ({dtype}, not flash_cpu)" for device, dtype in self.left.items()}
         return {"attention on cpu": f"flash_cpu ({backend.require_attention()})"}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Tensor | None) -> Tensor | None:
         """[B,H,T,d] of q[B,H,T,d], k and v[B,Hk,T,d]; None for what is left to torch."""
         if not (q.device.type == "cpu" and q.dtype in DTYPES and q.dtype == k.dtype == v.dtype):
             if q.device.type != "meta":
+                self.left[q.device.type] = str(q.dtype)[6:]
                 _say(f"torch computes attention in {str(q.dtype)[6:]} on {q.device.type}, not flash_cpu")
             return None
         if ops.transformed():
