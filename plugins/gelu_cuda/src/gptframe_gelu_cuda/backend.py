@@ -119,6 +119,8 @@ def require_attention() -> str:
         BackendError: this processor has none of the instruction sets, or something that a build needs is missing.
     """
     global _attention
+    if _attention is not None:  # before the lock, which torch.compile(fullgraph=True) cannot enter
+        return _attention
     with _lock:
         if _attention is None:
             asked = os.environ.get("GPTFRAME_ATTENTION_CPU", "")
