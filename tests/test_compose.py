@@ -105,6 +105,7 @@ def test_an_option_replaces_all_of_the_option_that_the_preset_chose() -> None:
         "window": None,
         "qk_norm": "none",
         "softcap": None,
+        "backend": "sdpa",
     }
     assert composed("attention=mha")["model"]["attention"]["n_kv_heads"] is None
 

@@ -124,8 +124,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& g_, const Tensor& q_, 
     STD_TORCH_CHECK(t->scalar_type() == q.scalar_type() && t->dim() == 4, "attention: the gradient must be like q");
     for (int i = 0; i < 4; ++i) STD_TORCH_CHECK(t->size(i) == q.size(i), "attention: the gradient must be like q");
   }
-  STD_TORCH_CHECK(g.is_cpu() && out.is_cpu() && lse.is_cpu() && lse.is_contiguous() && lse.numel() * q.size(3) == q.numel() &&
-                      lse.scalar_type() == ScalarType::Float,
+  STD_TORCH_CHECK(g.is_cpu() && out.is_cpu() && lse.is_cpu() && lse.is_contiguous() &&
+                      lse.numel() * q.size(3) == q.numel() && lse.scalar_type() == ScalarType::Float,
                   "attention: lse must be what the forward pass gave");
   const int64_t B = q.size(0), T = q.size(2), D = q.size(3);
   Tensor results[3] = {token_major(q, B, q.size(1), T, D), token_major(q, B, k.size(1), T, D),
