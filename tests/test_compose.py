@@ -100,7 +100,6 @@ def test_an_option_replaces_all_of_the_option_that_the_preset_chose() -> None:
         "bias": True,
         "out_bias": None,
         "head_dim": None,
-        "backend": "sdpa",
         "n_kv_heads": 3,
         "window": None,
         "qk_norm": "none",

@@ -257,7 +257,7 @@ def read_config(cfg: Any, overrides: list[str], output_dir: str | None = None) -
 
 
 # What a resumed run may change. Anything else would make it another run.
-RESUMABLE = ("trainer.", "logger", "callbacks", "precision", "plugins")
+RESUMABLE = ("trainer.", "logger", "callbacks", "precision", "plugins", "model.attention.backend")
 DERIVED = ("schedule.warmup_steps", "model.vocab_size")  # null until the run has found them
 
 

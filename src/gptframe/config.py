@@ -280,6 +280,18 @@ class Config:
         return values
 
 
+def without_backend(value: Any) -> Any:
+    """The containers of a model's config without what says who computes attention: it is no part of the architecture,
+    and weights may be read where that backend is missing."""
+    if isinstance(value, Mapping):
+        kept = {k: without_backend(v) for k, v in value.items()}
+        for section in (kept, kept.get("attention")):
+            if isinstance(section, dict) and (section is not kept or section.get("name") == "attention"):
+                section.pop("backend", None)
+        return kept
+    return [without_backend(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
 def _gather_sublayers(model: Mapping[str, Any]) -> dict[str, Any]:
     """Move `model.<sublayer>.<option>` under `sublayers`, where a field of that name does not exist."""
     known = set(_fields(ModelConfig)) - {"sublayers"}

@@ -311,3 +311,20 @@ def test_it_keeps_the_contract_of_a_backend():
     plugins.load_entry_points()
     report = conformance("attention_backend", "flash_cpu")
     assert report.ok and report.passed["contract"].startswith("14 of 14"), report.failures
+
+
+def test_a_run_is_used_and_continued_without_the_plugin(tmp_path, monkeypatch, capsys):
+    """Who computes attention is no part of what a run has learned."""
+    from gptframe import load, registry
+    from gptframe.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    short = ["trainer.val_interval=2", "callbacks=none", "model.n_layers=1"]
+    assert main(["train", "run_dir=a", "model.attention.backend=flash_cpu", "trainer.max_steps=2", *short]) == 0
+    monkeypatch.delitem(registry._table["attention_backend"], "flash_cpu")
+    assert load("a").generate("I work ,", max_new_tokens=3, temperature=0)
+    changed = "model.attention.backend=sdpa"
+    assert main(["train", "resume=a", changed, "trainer.max_steps=4"]) == 0
+    assert main(["train", "run_dir=b", "init_from=a", changed, "trainer.max_steps=2", *short[:2]]) == 0
+    assert main(["train", "resume=a", "trainer.max_steps=6"]) == 0  # the change is kept
+    assert "flash_cpu" not in capsys.readouterr().err

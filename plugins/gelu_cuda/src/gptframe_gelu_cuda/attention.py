@@ -120,7 +120,7 @@ class FlashCPU(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Tensor | None) -> Tensor | None:
         """[B,H,T,d] of q[B,H,T,d], k and v[B,Hk,T,d]; None for what is left to torch."""
         if not (q.device.type == "cpu" and q.dtype in DTYPES and q.dtype == k.dtype == v.dtype):
-            if q.device.type != "meta":
+            if q.device.type != "meta" and not torch.compiler.is_compiling():
                 self.left[q.device.type] = str(q.dtype)[6:]
                 _say(f"torch computes attention in {str(q.dtype)[6:]} on {q.device.type}, not flash_cpu")
             return None
@@ -134,6 +134,6 @@ _said: set[str] = set()
 
 
 def _say(message: str) -> None:
-    if not torch.compiler.is_compiling() and message not in _said:
+    if message not in _said:
         _said.add(message)
         log.warning(message)

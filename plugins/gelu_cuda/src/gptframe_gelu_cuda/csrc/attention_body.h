@@ -240,8 +240,9 @@ inline Range seen(const Problem& p, int b, int row, int rows) {
   return range;
 }
 
-// A block of scores, [rows, columns], in place: softmax numerators of this block, with the running maximum and sum of
-// each row, both to base 2; the factor that is due to what was there before goes to `fade`.
+// A block of scores, [rows, columns], in place: softmax numerators of this block, with the running maximum of each row's
+// scores and the sum of its numerators; the factor that is due to what was there before goes to `fade`. The maximum is
+// taken off before scaling, so that it leaves exactly 0 however large the scores are.
 void soften(const Problem& p, int b, int row, int column, int rows, int columns, int ld, bool masked, float* scores,
             Unit* out, float* maximum, float* sums, float* fade) {
   const V scale = all(p.scale);
@@ -258,20 +259,19 @@ void soften(const Problem& p, int b, int row, int column, int rows, int columns,
     } else {
       for (int c = 0; c < columns; c += kLanes) most = larger(most, load(s + c));
     }
-    const float before = maximum[r], found = largest(most) * p.scale;
+    const float before = maximum[r], found = largest(most);
     const float now = found > before ? found : before, offset = now == -INFINITY ? 0 : now;
     maximum[r] = now;
-    const V minus = all(-offset);
     V total = load(sums + r * kLanes);
     fade[r] = 1;
     if (now != before) {
       alignas(64) float lanes[kLanes];
-      store(lanes, exp2(all(before - offset)));
+      store(lanes, exp2(all((before - offset) * p.scale)));
       fade[r] = lanes[0];
       total = total * all(fade[r]);
     }
     for (int c = 0; c < columns; c += kLanes) {
-      const V e = exp2(fma(load(s + c), scale, minus));
+      const V e = exp2((load(s + c) - all(offset)) * scale);
       total = total + e;
 #if ATTENTION_PAIRS
       _mm256_storeu_si256((__m256i*)((uint16_t*)(out + (long)r * (ld / 2)) + c), (__m256i)_mm512_cvtneps_pbh(e));
@@ -329,7 +329,7 @@ void forward(const Problem& p, const Strided<S>* in, S* out, float* lse, int tas
         const float total = sum(load(sums + r * kLanes));
         const long at = (long)b * T + row + r;
         unpack(mixed + (long)r * D, D, 1, 1 / total, out + (at * p.H + h) * D, 0);
-        lse[((long)b * p.H + h) * T + row + r] = maximum[r] + log2f(total);
+        lse[((long)b * p.H + h) * T + row + r] = maximum[r] * p.scale + log2f(total);
       }
     }
 }
