@@ -144,6 +144,32 @@ def test_muons_first_step_has_the_documented_size():
     assert rms == pytest.approx(0.2 * 0.5, rel=0.2)
 
 
+RATES = {"name": "muon", "lr": 0.02, "adamw_lr": 0.003, "embedding_lr": 0.01, "head_lr": 0.005}
+
+
+def test_muon_with_rates_of_its_own_for_embeddings_and_head():
+    model = build_model(config(tie_head=False, position={"name": "learned"}))
+    optimizer = build("optimizer", {**RATES, "weight_decay": 0.0}, param_groups(model))
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert set(rates) == {name for name, _ in model.named_parameters()}
+    assert rates["blocks.0.attention.core.q.weight"] == 0.02 and rates["final_norm.weight"] == 0.003
+    assert rates["token_embedding.weight"] == rates["position.table.weight"] == 0.01 and rates["head.weight"] == 0.005
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    # Adam's first step is its rate, by the sign of the gradient (Kingma and Ba, 2015, section 2.1)
+    for name in ("token_embedding.weight", "head.weight", "final_norm.weight"):
+        torch.testing.assert_close(
+            model.get_parameter(name) - before[name], torch.full_like(before[name], -rates[name])
+        )
+
+
+def test_a_rate_for_a_head_that_is_tied_is_refused():
+    with pytest.raises(UserError, match="optimizer.head_lr=0.005 has no effect: the head is tied"):
+        build("optimizer", RATES, param_groups(build_model(config())))
+
+
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 def test_state_survives_saving(name):
     straight, stopped = small(), small()
@@ -176,6 +202,7 @@ def test_state_survives_saving(name):
         ({"name": "lion", "lr": 1.0, "eps": 0.1}, "eps"),
         ({"name": "muon", "lr": 1.0, "adjust_lr": "none"}, "match_rms_adamw"),
         ({"name": "muon", "lr": 1.0, "ns_steps": 0}, "ns_steps"),
+        ({"name": "muon", "lr": 1.0, "embedding_lr": -1.0}, "optimizer.embedding_lr=-1.0"),
         ({"name": "adam", "lr": 1.0}, "adamw"),
     ],
 )

@@ -75,6 +75,28 @@ def _with_decay(groups: list[dict[str, Any]], weight_decay: float) -> list[dict[
     return [{**group, "weight_decay": weight_decay if group["role"] in DECAYED else 0.0} for group in groups]
 
 
+def _with_rates(
+    groups: list[dict[str, Any]], lr: float, embedding_lr: float | None, head_lr: float | None
+) -> list[dict[str, Any]]:
+    """The groups with the learning rates of their AdamW part; the plain one in two where its tables have their own."""
+    rated = []
+    for group in groups:
+        if group["role"] == "decayed":
+            rated.append({**group, "lr": lr if head_lr is None else head_lr})
+        elif group["role"] == "plain" and embedding_lr is not None:
+            named = list(zip(group["params"], group["param_names"], strict=True))
+            for rate, part in (
+                (embedding_lr, [pair for pair in named if pair[0].ndim >= 2]),
+                (lr, [pair for pair in named if pair[0].ndim < 2]),
+            ):
+                if part:
+                    params, names = (list(column) for column in zip(*part, strict=True))
+                    rated.append({**group, "params": params, "param_names": names, "lr": rate})
+        else:
+            rated.append(group)
+    return rated
+
+
 def _can_fuse(groups: list[dict[str, Any]]) -> bool:
     parameters = [p for group in groups for p in group["params"]]
     return all(p.device.type in ("cuda", "cpu", "mps", "xpu") and p.is_floating_point() for p in parameters)
@@ -200,6 +222,8 @@ def muon(
     adjust_lr: str = "match_rms_adamw",
     weight_decay: float = 0.1,
     adamw_lr: float | None = None,
+    embedding_lr: float | None = None,
+    head_lr: float | None = None,
     betas: list[float] | None = None,
     eps: float = 1e-8,
     state_dtype: str = "float32",
@@ -215,6 +239,9 @@ def muon(
 
     Args:
         adamw_lr: of the AdamW part; null for `lr`, which is right with match_rms_adamw only.
+        embedding_lr: of token embeddings, tables of positions and other plain parameters with two or more axes; null
+            for adamw_lr. A row of a table gets a gradient only where its token occurs, and can take longer steps.
+        head_lr: of the group `decayed`, which is the untied head; null for adamw_lr.
         betas: of the AdamW part, [0.9, 0.95] if not given.
         state_dtype: of the momentum and of AdamW's moments; `bfloat16` halves their memory (see `NarrowState`).
     """
@@ -222,13 +249,19 @@ def muon(
         raise UserError(f"optimizer=muon needs torch.optim.Muon, which PyTorch {torch.__version__} lacks")
     betas = [0.9, 0.95] if betas is None else betas
     adamw_lr = lr if adamw_lr is None else adamw_lr
-    _check(lr, weight_decay, betas, momentum=momentum, adamw_lr=adamw_lr, eps=eps)
+    given = {k: v for k, v in (("embedding_lr", embedding_lr), ("head_lr", head_lr)) if v is not None}
+    _check(lr, weight_decay, betas, momentum=momentum, adamw_lr=adamw_lr, eps=eps, **given)
     adjustments = ("match_rms_adamw", "original", "spectral_unclamped")
     if adjust_lr not in adjustments:
         raise UserError(f"optimizer.adjust_lr={adjust_lr!r} is not one of {', '.join(adjustments)}")
     if ns_steps < 1:
         raise UserError(f"optimizer.ns_steps={ns_steps} must be at least 1")
-    groups = _with_decay(groups, weight_decay)
+    if head_lr is not None and not any(g["role"] == "decayed" for g in groups):
+        raise UserError(
+            f"optimizer.head_lr={head_lr} has no effect: the head is tied, and learns as the embedding does; type "
+            f"optimizer.head_lr=null, or model.tie_head=false"
+        )
+    groups = _with_rates(_with_decay(groups, weight_decay), adamw_lr, embedding_lr, head_lr)
     matrices = [g for g in groups if g["role"] == "matrix"]
     rest = [g for g in groups if g["role"] != "matrix"]
     both = MuonAdamW(
