@@ -1,5 +1,7 @@
 """The option files of training: each is accepted as it stands, and the reference recipes hold their numbers."""
 
+import dataclasses
+
 import pytest
 import torch
 from hydra import compose as hydra_compose
@@ -8,6 +10,7 @@ from torch import nn
 
 from gptframe import compose
 from gptframe.config import Config, convert
+from gptframe.model import build_model
 from gptframe.registry import build
 from gptframe.training.loggers import LOGGERS
 from gptframe.training.optimizer import param_groups
@@ -71,6 +74,23 @@ def test_andrea_reference():
     for t in (0, 1500, 1999, 100_000):
         cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * t / 200_000, dtype=torch.float64))).item()
         assert lr(t) == pytest.approx(cosine * min(1, (t + 1) / 2000))
+
+
+@pytest.mark.parametrize("model", options("model"))
+def test_speedrun_goes_with_every_model(model):
+    config = read("experiment=speedrun", f"model={model}")
+    assert config.name == f"speedrun-{model}" and config.model.name == model
+    small = {"d_model": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 64, "context_length": 16}
+    sublayers = {**config.model.sublayers}
+    sublayers["attention"] = {**sublayers["attention"], "head_dim": None, "n_kv_heads": None}
+    built = build_model(dataclasses.replace(config.model, **small, sublayers=sublayers))
+    optimizer = build("optimizer", config.optimizer, param_groups(built))
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    # no bias, no gain, no table of positions: matrices, the embedding and the head are all there is
+    assert {0.02} == {rate for name, rate in rates.items() if name.startswith("blocks.")}
+    assert {name for name in rates if not name.startswith("blocks.")} == {"token_embedding.weight", "head.weight"}
+    lr = make_schedule(config.schedule, 100)
+    assert lr(5) == lr(50) == 1.0 and lr(99) < 0.03
 
 
 def test_the_command_line_wins_over_a_recipe():
