@@ -54,7 +54,7 @@ SIZES = {  # windows of 256 for both: with andrea12m's 1024 a budget that a CPU 
     "tiny": ["model=andrea12m", "model.d_model=32", "model.n_layers=2", "model.n_heads=2", "model.context_length=64"],
 }
 OURS = ["trainer.global_batch_size=4"]  # sequences in a step
-GRIDS = {"small": "1e-3x4,2e-3x4,1e-3x2,5e-4x2", "none": ""}  # learning rate x sequences in a step
+GRIDS = {"small": "1e-3x4,2e-3x4,5e-4x2,1e-3x2,2e-3x2", "none": ""}  # learning rate x sequences in a step
 FRACTIONS = [0.1, 0.125, 0.15, 0.175, 0.2, 0.225, 0.25, 0.275, 0.3, 0.325, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85, 1.0]
 TOKENS_BAR, TIME_BAR = 2.0, 2.5
 SEARCH_SEED = 1000
@@ -161,7 +161,7 @@ class NanoGPT:
         count = sum(p.numel() for p in model.parameters())
         return Run(
             "peer", seed, steps, steps * batch * length, self.validate(model), float(loss.detach()), wall, used, count,
-            busy, f"lr {lr:g}, {batch} sequences",
+            busy, recipe(lr, batch),
         )  # fmt: skip
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
@@ -181,6 +181,21 @@ class NanoGPT:
             total += float(model(batch["ids"], batch["targets"].masked_fill(batch["targets"] == IGNORE, -1))[1]) * n
             count += n
         return total / count
+
+
+def recipe(lr: float, batch: int) -> str:
+    """What is varied of the peer's recipe, in words."""
+    return f"lr {lr:g}, {batch} sequences"
+
+
+def _earlier(file: Path | None, report: dict[str, Any]) -> list[Run]:
+    """The grid and the search of an earlier run of this command, as FILE holds them, where nothing else differs."""
+    if file is None or not file.is_file():
+        return []
+    held = json.loads(file.read_text(encoding="utf-8"))
+    if any(held.get(key) != report[key] for key in ("torch", "threads", "size", "ours", "budget", "train_tokens")):
+        return []
+    return [Run(**{k: v for k, v in row.items() if k != "part"}) for row in held["runs"] if row["part"] != "seeds"]
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
@@ -222,7 +237,7 @@ def main() -> int:
     parser.add_argument("--margin", type=float, default=0.01, help="nats below the target that the search asks for")
     parser.add_argument("--ours", action="append", default=[], metavar="KEY=VALUE", help="overrides of our side")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="the runs; what FILE holds of grid and search is not run again")
     parser.add_argument("--png", type=Path)
     a = parser.parse_args()
     name, _, folder = a.peer.partition("=")
@@ -244,6 +259,8 @@ def main() -> int:
     print(f"{report['machine']}; torch {torch.__version__}, {a.threads} threads")
     print(f"{a.size}: {len(data.train):,} training and {len(data.val):,} validation tokens; the peer sees {budget:,}")
 
+    earlier = _earlier(a.json, report)
+
     def noted(part: str, run: Run) -> Run:
         report["runs"].append({"part": part, **asdict(run)})
         print(
@@ -258,15 +275,21 @@ def main() -> int:
 
     grid = GRIDS.get(a.grid, a.grid)
     points = [(float(lr), int(size)) for lr, size in (point.split("x") for point in grid.split(",") if point)]
-    tried = [(noted("grid", peer.train(lr, size, budget, SEARCH_SEED)), lr, size) for lr, size in points]
+
+    def tuned(lr: float, size: int) -> Run:
+        found = [run for run in earlier if run.side == "peer" and run.recipe == recipe(lr, size)]
+        return noted("grid", found[0] if found else peer.train(lr, size, budget, SEARCH_SEED))
+
+    tried = [(tuned(lr, size), lr, size) for lr, size in points]
     best, lr, size = min(tried, key=lambda t: t[0].loss) if tried else (None, a.lr, a.batch)
 
     def one(part: str, steps: int, seed: int) -> Run:
-        return noted(part, ours(overrides, steps, seed))
+        found = [run for run in earlier if run.side == "ours" and run.steps == steps and part == "search"]
+        return noted(part, found[0] if found else ours(overrides, steps, seed))
 
     steps = a.steps
     if steps is None:
-        wanted = (best or noted("grid", peer.train(lr, size, budget, SEARCH_SEED))).loss - a.margin
+        wanted = (best or tuned(lr, size)).loss - a.margin
         full = budget / (batch * config.model.context_length)
         steps = search(lambda n: one("search", n, SEARCH_SEED), full, wanted)
     pairs = []
