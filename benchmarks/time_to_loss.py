@@ -331,16 +331,18 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(8.4, 3.6), dpi=130, layout="constrained")
     colours = {"ours": "#d9622b", "peer": "#2a5c9e"}
     names = {"ours": "experiment=speedrun", "peer": "nanoGPT's recipe"}
-    for axes, key in zip(figure.subplots(1, 2, sharey=True), ("tokens", "seconds"), strict=True):
+    for axes, key, unit in zip(figure.subplots(1, 2, sharey=True), ("tokens", "seconds"), (1000, 1), strict=True):
         for side, colour in colours.items():
             for part, filled in (("seeds", True), ("search", False), ("grid", False)):
                 rows = [r for r in report["runs"] if r["side"] == side and r["part"] == part]
                 axes.scatter(
-                    [r[key] for r in rows], [r["loss"] for r in rows], s=28, edgecolors=colour,
+                    [r[key] / unit for r in rows], [r["loss"] for r in rows], s=28, edgecolors=colour,
                     facecolors=colour if filled else "none", label=names[side] if filled else None,
                 )  # fmt: skip
         axes.axhline(report["target"], color="#555555", linestyle="--", linewidth=1)
-        axes.set(xlabel={"tokens": "training tokens", "seconds": "seconds of training"}[key], xlim=(0, None))
+        axes.set(
+            xlabel={"tokens": "thousands of training tokens", "seconds": "seconds of training"}[key], xlim=(0, None)
+        )
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         if key == "tokens":
