@@ -379,7 +379,8 @@ def quiet_lightning() -> Iterator[None]:
     """Silence Lightning's chatter for a while; warnings that mean something stay."""
     names = ("pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric")
     loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
+    compiler = logging.getLogger("torch.utils.cpp_extension")
+    levels = [logger.level for logger in (*loggers, compiler)]
     import pytorch_lightning  # noqa: F401  (sets its level to INFO when it is imported)
 
     with warnings.catch_warnings():
@@ -387,8 +388,9 @@ def quiet_lightning() -> Iterator[None]:
             warnings.filterwarnings("ignore", pattern)
         for logger in loggers:
             logger.setLevel(logging.WARNING)
+        compiler.setLevel(logging.ERROR)  # it warns of a CUDA toolkit without a GPU, whatever it compiles for
         try:
             yield
         finally:
-            for logger, level in zip(loggers, levels, strict=True):
+            for logger, level in zip((*loggers, compiler), levels, strict=True):
                 logger.setLevel(level)
