@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from gptframe.config import ModelConfig
 from gptframe.errors import UserError
 from gptframe.model import build_model, loss
+from gptframe.model.head import Head
 from gptframe.model.loss import head_cross_entropy
 
 N, D, V = 37, 16, 23
@@ -183,8 +184,12 @@ def test_all_logits_at_once_give_the_same(options, autocast, tolerance):
 
 
 def test_a_head_with_a_loss_of_its_own_refuses_all_logits_at_once():
+    class Own(Head):
+        def loss(self, x, weight, targets, ctx):
+            return head_cross_entropy(x, weight, targets)
+
     model = build_model(ModelConfig(d_model=16, n_layers=1, n_heads=2, vocab_size=V))
-    model.output = torch.nn.Identity()
+    model.output = Own(model.cfg)
     model.trade_memory(chunked_loss=True)
     with pytest.raises(UserError, match="trainer.chunked_loss=false: the head 'linear' has no chunks"):
         model.trade_memory(chunked_loss=False)

@@ -16,6 +16,8 @@ from gptframe_gelu_cuda import backend
 try:
     NAME = backend.require_attention().partition(",")[0]
 except backend.BackendError as error:
+    if "needs a processor" not in str(error):  # a build that fails is a failure
+        raise
     pytest.skip(str(error), allow_module_level=True)
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -74,7 +74,7 @@ class GPT(nn.Module):
             UserError: the head is a plugin's that computes its loss in a way of its own.
         """
         self.recompute = recompute
-        if isinstance(self.output, Head):
+        if getattr(type(self.output), "loss", None) is Head.loss:  # one of its own may heed `chunked` in part, or not
             self.output.chunked = chunked_loss
         elif not chunked_loss:
             raise UserError(f"trainer.chunked_loss=false: the head {self.cfg.head['name']!r} has no chunks")

@@ -33,6 +33,14 @@ def stored_as(state_dtype: str, optimizer: Optimizer) -> Optimizer:
     return NarrowState(optimizer) if state_dtype == "bfloat16" else optimizer
 
 
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss that a `step` is given to compute, with its gradients; None where it is given none."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class NarrowState(Optimizer):
     """Keeps the state of any other optimiser in bfloat16, and lends it in the parameter's dtype, some parameters at a
     time, for its step. Of the inner one nothing is kept between steps."""
@@ -43,10 +51,7 @@ class NarrowState(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         inner = self.inner["inner"]
         for number, (group, params) in enumerate(self._batches()):
             inner.param_groups = [{**group, "params": params}]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from gptframe.errors import UserError
 from gptframe.model.position import Position
 from gptframe.registry import register
-from gptframe.training.narrow_state import stored_as
+from gptframe.training.narrow_state import evaluated, stored_as
 
 ROLES = ("matrix", "decayed", "plain")
 DECAYED = ("matrix", "decayed")
@@ -143,10 +143,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -199,10 +196,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for which, inner in self.inner.items():
             # load_state_dict replaces both containers: hand over the ones of the moment
             inner.param_groups = [g for g in self.param_groups if (g["role"] == "matrix") == (which == "matrix")]
