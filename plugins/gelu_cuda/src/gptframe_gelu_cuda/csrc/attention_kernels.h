@@ -116,8 +116,12 @@ inline bool available() { return true; }
 #else
 #pragma GCC push_options
 #pragma GCC target("amx-tile,amx-bf16")
-#define ATTENTION_LOAD(i, p, stride) _tile_loadd(i, p, stride)
-#define ATTENTION_STORE(i, p, stride) _tile_stored(i, p, stride)
+// GCC's own intrinsics say too little of what they read: 8 bytes of the configuration, nothing of a tile. The clobbers
+// keep the stores before them.
+#define ATTENTION_LOAD(i, p, stride) \
+  __asm__ volatile("tileloadd\t(%0,%1,1), %%tmm" #i ::"r"((const void*)(p)), "r"((long)(stride)) : "memory")
+#define ATTENTION_STORE(i, p, stride) \
+  __asm__ volatile("tilestored\t%%tmm" #i ", (%0,%1,1)" ::"r"((void*)(p)), "r"((long)(stride)) : "memory")
 #define ATTENTION_ZERO(i) _tile_zero(i)
 #define ATTENTION_MULTIPLY(c, a, b) _tile_dpbf16ps(c, a, b)
 // Eight tiles of 16 rows of 64 bytes. Other libraries set tiles up for themselves, so this is done for every task.
@@ -127,7 +131,7 @@ inline void begin() {
     uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   } config;
-  _tile_loadconfig(&config);
+  __asm__ volatile("ldtilecfg\t%0" ::"m"(config) : "memory");
 }
 inline void end() { _tile_release(); }
 // Whether the processor has AMX with bfloat16, and the kernel lets this process use it.
