@@ -125,3 +125,33 @@ def test_a_streamed_product_is_the_same_product(rows_out: int, shape: tuple[int,
         assert y.shape == exact.shape and np.allclose(y.numpy(), exact, atol=1e-5)
     turned = weight.t().contiguous().t()  # not laid out as it should be
     assert torch.allclose(product(x, turned, bias, streamed=True), y + bias, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_under_autocast_the_layers_share_one_cast_of_their_input(bias: bool) -> None:
+    of = layers(bias, side_by_side=False)
+    kept: list[Tensor] = []
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+    ):
+        found = call_each(X, *of)
+        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+        assert sum(sizes.values()) == 2 * (2 * 3 * 6)  # bfloat16 of X[2,3,6], of which each layer kept one before
+        apart = [layer(X) for layer in of]
+    assert all(a.dtype == torch.bfloat16 and torch.equal(a, b) for a, b in zip(found, apart, strict=True))
+    sum(y.float().square().sum() for y in found).backward()
+    exact = torch.einsum("bto,bti->oi", 2 * found[2].detach().float(), X)
+    assert torch.allclose(of[2].weight.grad, exact, rtol=2e-2, atol=2e-2 * float(exact.abs().max()))
+
+
+def test_outside_autocast_and_in_float64_nothing_is_cast() -> None:
+    of = layers()
+    assert all(y.dtype == torch.float32 for y in call_each(X, *of))
+    double = [layer.double() for layer in layers()]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(y.dtype == torch.float64 for y in call_each(X.double(), *double))
+        seen = []
+        of[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        call_each(X, *of)
+    assert seen[0] is X  # a hook sees what the layer gets

@@ -92,7 +92,8 @@ def _parts(rows: int) -> int:
 def call_each(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
     """`layer(x)` of each of the layers: x[..., in] -> [..., out_i].
 
-    Without gradients it is one product where the layers' matrices are parts of one (`lay_side_by_side`).
+    Without gradients it is one product where the layers' matrices are parts of one (`lay_side_by_side`). Autocast would
+    cast x for every layer anew, and keep each copy for the backward pass: here all share one.
     """
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         if all(_plain(layer, nn.Linear) for layer in layers):
@@ -101,7 +102,18 @@ def call_each(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
             if weight is not None and (bias is not None or not any(b is not None for b in biases)):
                 y = product(x, weight, bias, "streamed" in layers[0].__dict__)
                 return y.split_with_sizes([layer.out_features for layer in layers], dim=-1)
-    return [call(layer, x) for layer in layers]
+    shared = _as_autocast(x) if sum(_plain(layer, nn.Linear) for layer in layers) > 1 else x
+    return [call(layer, shared if _plain(layer, nn.Linear) else x) for layer in layers]
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """`x` in the dtype to which autocast, where it is on, casts the input of a product."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return x
+    if not x.is_floating_point() or x.dtype == torch.float64:  # which autocast leaves alone
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def lay_side_by_side(parameters: Sequence[Tensor], streamed: bool = False) -> None:
