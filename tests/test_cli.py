@@ -323,3 +323,42 @@ def test_a_foreign_file_in_place_of_the_newest_checkpoint_is_passed_over(workspa
     torch.save({"weights": torch.zeros(2)}, good.with_name("step_00000009.ckpt"))
     assert main(["train", "resume=run", "trainer.max_steps=4"]) == 0
     assert len(losses(workspace / "run")) >= 3
+
+
+BACKEND = """
+from torch.nn import functional as F
+
+from gptframe import register
+
+
+@register("linear_backend", "loud")
+class Loud:
+    def __init__(self, cfg):
+        print("a loud backend")
+
+    def __call__(self, x, weight, bias):
+        return F.linear(x, weight, bias)
+"""
+
+
+def test_a_run_is_used_and_continued_without_its_linear_backend(workspace, capsys):
+    """Who multiplies is no part of what a run has learned."""
+    from gptframe import load, registry
+
+    (workspace / "loud.py").write_text(BACKEND)
+    short = [*QUICK, "model.n_layers=1"]
+    main(["train", "run_dir=plain", *short])
+    capsys.readouterr()
+    loud = ["plugins=[loud.py]", "model.linear.backend=loud"]
+    assert main(["train", "run_dir=a", *loud, *short]) == 0
+    assert "a loud backend" in capsys.readouterr().out
+    assert losses(workspace / "a") == losses(workspace / "plain")
+    assert load("a").generate("I work ,", max_new_tokens=3, temperature=0)
+    assert "a loud backend" not in capsys.readouterr().out
+    for more in (["resume=plain", "trainer.max_steps=4"], ["run_dir=b", "init_from=plain", *QUICK]):
+        assert main(["train", *more, *loud]) == 0
+        assert "a loud backend" in capsys.readouterr().out
+    registry._table["linear_backend"].pop("loud")
+    for more in (["resume=a", "trainer.max_steps=4"], ["run_dir=c", "init_from=a", *QUICK]):
+        assert main(["train", *more, "model.linear.backend=torch"]) == 0
+    assert "a loud backend" not in capsys.readouterr().out

@@ -272,6 +272,7 @@ def test_every_kind_states_its_contract():
         *(
             "sublayer",
             "attention_backend",
+            "linear_backend",
             "norm",
             "activation",
             "position",

@@ -257,7 +257,15 @@ def read_config(cfg: Any, overrides: list[str], output_dir: str | None = None) -
 
 
 # What a resumed run may change. Anything else would make it another run.
-RESUMABLE = ("trainer.", "logger", "callbacks", "precision", "plugins", "model.attention.backend")
+RESUMABLE = (
+    "trainer.",
+    "logger",
+    "callbacks",
+    "precision",
+    "plugins",
+    "model.attention.backend",
+    "model.linear.backend",
+)
 DERIVED = ("schedule.warmup_steps", "model.vocab_size")  # null until the run has found them
 
 

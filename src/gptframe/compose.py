@@ -142,7 +142,14 @@ def to_container(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, An
 
 
 # What may differ from the run whose weights are taken: it changes neither a shape nor what the weights mean.
-FREE_WITH_WEIGHTS = ("model.name", "model.dropout", "model.init", "model.transforms", "model.attention.backend")
+FREE_WITH_WEIGHTS = (
+    "model.name",
+    "model.dropout",
+    "model.init",
+    "model.transforms",
+    "model.attention.backend",
+    "model.linear.backend",
+)
 
 
 def _with_architecture_of(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:

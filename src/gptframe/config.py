@@ -31,6 +31,14 @@ def _section(name: str, **options: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class LinearConfig:
+    """The products with the model's matrices."""
+
+    backend: str = "torch"
+    """What computes them: `torch`, or a plugin's; no part of the architecture."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The architecture. Sizes are plain fields; every exchangeable part is a section `{name: ..., options}`."""
 
@@ -57,6 +65,8 @@ class ModelConfig:
     PaLM), or a plugin's, with options as `{name: ..., option: ...}`."""
     residual_scale: float | None = None
     """Factor of the stream at each addition; null takes the norm placement's, 0 removes the residual connections."""
+    linear: LinearConfig = field(default_factory=LinearConfig)
+    """Of every nn.Linear and of the head."""
     embedding_scale: float = 1.0
     """Factor of the token embedding as it enters the stream (sqrt(d_model) in Vaswani et al., 2017)."""
     tie_head: bool = True
@@ -280,16 +290,20 @@ class Config:
         return values
 
 
-def without_backend(value: Any) -> Any:
-    """The containers of a model's config without what says who computes attention: it is no part of the architecture,
-    and weights may be read where that backend is missing."""
+def without_backends(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The containers of a model's config without what says who computes attention and products: that is no part of the
+    architecture, and weights may be read where a backend is missing."""
+    return {k: v for k, v in _without_attention_backend(model).items() if k != "linear"}
+
+
+def _without_attention_backend(value: Any) -> Any:
     if isinstance(value, Mapping):
-        kept = {k: without_backend(v) for k, v in value.items()}
+        kept = {k: _without_attention_backend(v) for k, v in value.items()}
         for section in (kept, kept.get("attention")):
             if isinstance(section, dict) and (section is not kept or section.get("name") == "attention"):
                 section.pop("backend", None)
         return kept
-    return [without_backend(v) for v in value] if isinstance(value, (list, tuple)) else value
+    return [_without_attention_backend(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _gather_sublayers(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from gptframe.registry import KINDS, importing_from
 POSITIONAL = {
     "sublayer": 2,
     "attention_backend": 1,
+    "linear_backend": 1,
     "norm": 1,
     "position": 1,
     "topology": 3,

@@ -40,6 +40,11 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
         " documents: Long[B,T] | None) -> causal attention [B,H,T,d], or None for what torch shall compute",
         (_MODEL + "attention",),
     ),
+    "linear_backend": (
+        "function(cfg: ModelConfig) -> function(x[..., in], weight[out, in], bias[out] | None) -> x weight^T + bias,"
+        " or None for what torch shall compute; with `backward`, where offered, for the head",
+        (_MODEL + "linear",),
+    ),
     "norm": ("nn.Module: __init__(dim: int, **options), forward(x[..., dim]) -> [..., dim]", (_MODEL + "norm",)),
     "activation": (
         "nn.Module: __init__(**options), forward(x) -> x, or with `inputs = 2` forward(x, gate) -> x",
@@ -334,6 +339,7 @@ RESULTS: dict[str, Callable[[Any], bool]] = {
     "schedule": _is_number,
     "init": _is_number,
     "attention_backend": callable,
+    "linear_backend": callable,
     "optimizer": lambda value: _has(value, "step", "zero_grad", "state_dict"),
     "head": lambda value: _has(value, "loss"),
     "callback": lambda value: _has(value, "on_train_batch_end", "state_dict"),

@@ -10,11 +10,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from gptframe.model.linear import LinearBackend
 
 
 def part() -> Any:
@@ -35,6 +38,19 @@ class _Part:
             raise AttributeError(self.name) from None
 
 
+class Linear(nn.Linear):
+    """What an nn.Linear becomes where a linear backend multiplies by its matrix (`gptframe.model.linear`)."""
+
+    backend: LinearBackend
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, self.bias, backend=self.backend)
+
+    def unbiased(self, x: Tensor) -> Tensor:
+        """x W^T, for who adds the bias himself."""
+        return product(x, self.weight, backend=self.backend)
+
+
 def call(module: nn.Module, x: Tensor) -> Tensor:
     """`module(x)`."""
     if _plain(module, nn.Identity):
@@ -45,13 +61,24 @@ def call(module: nn.Module, x: Tensor) -> Tensor:
     return module(x)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, streamed: bool = False) -> Tensor:
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    streamed: bool = False,
+    backend: LinearBackend | None = None,
+) -> Tensor:
     """`F.linear(x, weight, bias)`.
 
     Args:
         x: [..., in]. weight: [out, in]. bias: [out] or None.
         streamed: read `weight` at the speed of the memory where x has few rows, see `streams`.
+        backend: computes it; what it leaves is torch's.
     """
+    if backend is not None:
+        y = backend.product(x, weight, bias)
+        if y is not None:
+            return y
     if not streamed or not weight.is_contiguous():
         return F.linear(x, weight, bias)
     rows, parts = x.numel() // weight.shape[1], _parts(weight.shape[0])
@@ -102,8 +129,9 @@ def call_each(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
             if weight is not None and (bias is not None or not any(b is not None for b in biases)):
                 y = product(x, weight, bias, "streamed" in layers[0].__dict__)
                 return y.split_with_sizes([layer.out_features for layer in layers], dim=-1)
-    shared = _as_autocast(x) if sum(_plain(layer, nn.Linear) for layer in layers) > 1 else x
-    return [call(layer, shared if _plain(layer, nn.Linear) else x) for layer in layers]
+    plain = [_plain(layer, nn.Linear, Linear) for layer in layers]
+    shared = _as_autocast(x) if sum(plain) > 1 else x
+    return [call(layer, shared if alone else x) for layer, alone in zip(layers, plain, strict=True)]
 
 
 def _as_autocast(x: Tensor) -> Tensor:
@@ -138,9 +166,9 @@ def lay_side_by_side(parameters: Sequence[Tensor], streamed: bool = False) -> No
             parameter.data = own
 
 
-def _plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of the module runs `kind.forward` and nothing else."""
-    return type(module) is kind and not (
+def _plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a call of the module runs the `forward` of one of these classes and nothing else."""
+    return type(module) in kinds and not (
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks

@@ -12,6 +12,7 @@ from gptframe.model.block import seat
 from gptframe.model.context import Context, KVCache
 from gptframe.model.head import Head
 from gptframe.model.init import initialize, with_role
+from gptframe.model.linear import give_backend
 from gptframe.model.norm import NormPlacement
 from gptframe.model.position import Position, position_at
 from gptframe.registry import build, check, entry, lookup, signature_options
@@ -66,6 +67,7 @@ class GPT(nn.Module):
                     f"transform {name!r} ({entry('transform', name).origin}) returned {type(made).__name__}, which "
                     f"would be lost: it must change the model that it gets, and return nothing"
                 )
+        give_backend(self, self.output, cfg)  # last: transforms know nn.Linear
 
     def trade_memory(self, recompute: bool = False, chunked_loss: bool = True) -> None:
         """Choose between memory and time, see `recompute` and `Head.chunked`; what is computed stays the same.
@@ -160,6 +162,7 @@ def check_architecture(cfg: ModelConfig) -> None:
         raise UserError(f"model.norm_placement.name={cfg.norm_placement['name']!r} is no NormPlacement")
     for kind, n_positional in (("init", 3), ("norm", 1), ("activation", 0), ("position", 1), ("head", 1)):
         check(kind, getattr(cfg, kind), n_positional, f"model.{kind}")
+    lookup("linear_backend", cfg.linear.backend, "model.linear.backend")  # its name is the whole option, not its `name`
     topology, _ = check("topology", cfg.topology_section, 3, "model.topology")
     if hasattr(topology, "check"):
         topology.check(cfg)

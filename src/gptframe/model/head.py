@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,9 @@ from gptframe.model.context import Context
 from gptframe.model.loss import IGNORED, head_cross_entropy
 from gptframe.registry import register
 
+if TYPE_CHECKING:
+    from gptframe.model.linear import LinearBackend
+
 
 @register("head", "linear")
 class Head(nn.Module):
@@ -20,9 +25,11 @@ class Head(nn.Module):
     Attributes:
         chunked: let no more logits exist at once than the loss of a chunk needs, and compute their gradients there.
         streamed: read the matrix at the speed of the memory, for generation (`gptframe.model.call.product`).
+        backend: multiplies by the matrix (`gptframe.model.linear`); None for torch.
     """
 
     chunked, streamed = True, False
+    backend: LinearBackend | None = None
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -30,7 +37,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """Logits [..., V] of the normalised stream x[..., D] and weight[V, D]."""
-        logits = product(x, weight, None, self.streamed)
+        logits = product(x, weight, None, self.streamed, self.backend)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def loss(self, x: Tensor, weight: Tensor, targets: Tensor, ctx: Context) -> Tensor:
@@ -39,7 +46,7 @@ class Head(nn.Module):
         What a head trains besides (as other tokens further ahead) goes through `ctx.add_loss`.
         """
         if self.chunked:
-            return head_cross_entropy(x, weight, targets, self.softcap)
+            return head_cross_entropy(x, weight, targets, self.softcap, self.backend)
         logits = self(x, weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gptframe.config import ModelConfig
 from gptframe.errors import UserError
-from gptframe.model.call import call, call_each, part
+from gptframe.model.call import Linear, call, call_each, part
 from gptframe.model.init import with_role
 from gptframe.registry import build, entry, register
 
@@ -34,6 +34,12 @@ class MLP(nn.Module):
         self.gate = with_role(nn.Linear(cfg.d_model, cfg.hidden, bias=bias), "hidden") if gated else None
         self.down = with_role(nn.Linear(cfg.hidden, cfg.d_model, bias=bias), "residual")
         self.offers_whole = not gated and self._offers("forward_mlp")
+        option = getattr(self.activation, "forward_mlp_option", None)
+        if self.offers_whole and option and cfg.linear.backend != "torch":
+            raise UserError(
+                f"model.activation.{option} multiplies by the MLP's matrices itself, and so would "
+                f"model.linear.backend={cfg.linear.backend}: leave one of them out"
+            )
         self.offers_fused = bias and not gated and self._offers("forward_with_bias")
 
     def _offers(self, name: str) -> bool:
@@ -48,13 +54,14 @@ class MLP(nn.Module):
     @property
     def fused(self) -> bool:
         """Whether the activation adds the bias."""
-        return self.offers_fused and type(self.up) is nn.Linear
+        return self.offers_fused and type(self.up) in (nn.Linear, Linear)
 
     def forward(self, x: Tensor, ctx: object) -> Tensor:
         if self.whole:
             return self.activation.forward_mlp(x, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
         if self.fused:
-            h = self.activation.forward_with_bias(F.linear(x, self.up.weight), self.up.bias)
+            h = F.linear(x, self.up.weight) if type(self.up) is nn.Linear else self.up.unbiased(x)
+            h = self.activation.forward_with_bias(h, self.up.bias)
         else:
             h = self.activation(*self.inputs(x))  # [B, T, hidden]
         if not isinstance(h, Tensor) or h.shape != (*x.shape[:-1], self.down.in_features):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gptframe.config import ModelConfig, without_backend
+from gptframe.config import ModelConfig, without_backends
 from gptframe.errors import UserError
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def check_plugins(meta: Mapping[str, Any], path: Path) -> None:
 
     for name, origin in meta.get("plugins", {}).items():
         kind, _, plain = name.partition("/")
-        if kind != "attention_backend" and plain not in registry.names(kind):  # others compute the same
+        if not kind.endswith("_backend") and plain not in registry.names(kind):  # another backend computes the same
             raise UserError(
                 f"{path} was written with the {kind} {plain!r} of a plugin ({origin}) that is not loaded: "
                 f"add plugins=[{origin.rpartition(':')[0]}] or install its package"
@@ -225,7 +225,7 @@ def check_compatible(
     Args:
         meta: the checkpoint's own description.
         model: `ModelConfig` as plain containers.
-        also_free: keys that may differ, beside the name, dropout, initialisation and attention backend.
+        also_free: keys that may differ, beside the name, dropout, initialisation and backends.
 
     Raises:
         UserError: the differing options.
@@ -234,7 +234,7 @@ def check_compatible(
     defaults = {key: value for key, value in vars(ModelConfig()).items() if key in model}
     free = {*_FREE, *also_free}
     saved, now = (
-        without_backend({k: v for k, v in side.items() if k not in free})
+        without_backends({k: v for k, v in side.items() if k not in free})
         for side in ({**defaults, **meta.get("model", {})}, model)
     )
     lines = differences(saved, now)

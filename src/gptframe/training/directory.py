@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gptframe.config import Config, without_backend
+from gptframe.config import Config, without_backends
 from gptframe.errors import UserError
 
 try:
@@ -111,7 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(run_dir: Path) -> Config:
-    """The config that a run was started with, but for the attention backend: what reads a run leaves that to torch.
+    """The config that a run was started with, but for its backends: what reads a run leaves their work to torch.
 
     Raises:
         UserError: `run_dir` is not a run directory.
@@ -129,4 +129,4 @@ def read_config(run_dir: Path) -> Config:
         values = None
     if not isinstance(values, dict):
         raise UserError(f"{file} is not the config of a run; restore it from a copy")
-    return Config.from_dict({**values, "model": without_backend(values.get("model", {}))})
+    return Config.from_dict({**values, "model": without_backends(values.get("model", {}))})

@@ -78,6 +78,13 @@ class GeluCuda(nn.Module):
             return self._through_cublaslt
         return self._saving_input if self.save == "input" else None
 
+    @property
+    def forward_mlp_option(self) -> str | None:
+        """The option that asks for `forward_mlp`; None where none does."""
+        if self.epilogue:
+            return "epilogue=true"
+        return "save=input" if self.save == "input" else None
+
     def _through_cublaslt(self, x: Tensor, *projections: Tensor | None) -> Tensor:
         from gptframe_gelu_cuda import epilogue as cublaslt
 
