@@ -73,6 +73,50 @@ class {Class}:
         return torch.cat(rows, dim=2)
 '''
 
+LINEAR = '''"""Another way to multiply by the model's matrices: same values, other speed or memory."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gptframe import register
+
+
+class Product(torch.autograd.Function):
+    """x[..., in] weight[out, in]^T: a kernel of your own takes the place of the three products."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        return grad_x, grad.flatten(0, -2).T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+
+
+@register("linear_backend", "{name}")
+class {Class}:
+    """Takes float32 and bfloat16, inside autocast and out of it."""
+
+    def __init__(self, cfg):
+        pass
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        if dtype not in (torch.float32, torch.bfloat16) or x.dtype == torch.float64:
+            return None  # torch computes it
+        y = Product.apply(x.to(dtype), weight.to(dtype))
+        return y if bias is None else y + bias.to(dtype)
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+        """For the output head, whose loss computes its gradients chunk by chunk. May be left out."""
+        return grad @ weight.to(grad.dtype), (grad.T @ x).float()
+'''
+
 NORM = '''"""A norm of your own: it sees one token at a time, [..., dim]."""
 
 import torch
@@ -418,6 +462,12 @@ TEMPLATES = {
         EXPERIMENT + "model:\n  attention:\n    backend: {name}\n",
         "experiment={name}",
         BACKEND,
+    ),
+    "linear_backend": Template(
+        "experiment",
+        EXPERIMENT + "model:\n  linear:\n    backend: {name}\n",
+        "experiment={name}",
+        LINEAR,
     ),
     "norm": Template("norm", SECTION + "eps: 1.0e-5\n", "norm={name}", NORM),
     "activation": Template("activation", SECTION + "slope: 1.5\n", "activation={name}", ACTIVATION),

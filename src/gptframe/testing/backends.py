@@ -24,6 +24,7 @@ CASES = (
     (4, 2, 70, None, True),
     (2, 1, 70, 9, True),
 )
+ARGUMENTS = "(q, k, v, window, documents)"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
@@ -39,7 +40,8 @@ def formula(q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Tens
     return torch.softmax(scores, -1) @ v
 
 
-def _made(s: Subject) -> Any:
+def made(s: Subject, arguments: str) -> Any:
+    """The backend that the subject gives, a function of `arguments`."""
     cfg = dataclasses.replace(s.cfg, d_model=16 * s.cfg.n_heads)
     try:
         backend = s.value(cfg, **s.options)
@@ -52,7 +54,7 @@ def _made(s: Subject) -> Any:
     except Exception as error:
         raise raised(error, s, "pickling", cause="a class instead of a function within a function") from None
     if not callable(backend):
-        raise Failure(f"it gave {type(backend).__name__} where a function of (q, k, v, window, documents) is wanted")
+        raise Failure(f"it gave {type(backend).__name__} where a function of {arguments} is wanted")
     return backend
 
 
@@ -68,7 +70,7 @@ def _inputs(case: tuple[int, int, int, int | None, bool], dtype: torch.dtype) ->
 @check("attention_backend", name="contract")
 def backend_contract(s: Subject) -> str:
     """gives the attention of the formula, or None, for every number of heads, tokens, window and documents"""
-    backend, taken = _made(s), 0
+    backend, taken = made(s, ARGUMENTS), 0
     for dtype in TOLERANCE:
         for case in CASES:
             (q, k, v), documents = _inputs(case, dtype)
@@ -93,7 +95,7 @@ def backend_contract(s: Subject) -> str:
 @check("attention_backend")
 def backend_gradients(s: Subject) -> str:
     """gives the gradients of the formula for queries, keys and values"""
-    backend = _made(s)
+    backend = made(s, ARGUMENTS)
     for dtype, tolerance in TOLERANCE.items():
         for case in CASES:
             inputs, documents = _inputs(case, dtype)

@@ -28,6 +28,7 @@ MODULES = (
     "functions",
     "heads",
     "backends",
+    "linear",
     "callbacks",
 )
 
