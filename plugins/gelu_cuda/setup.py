@@ -78,7 +78,7 @@ class Abi3Wheel(bdist_wheel):
 
 # A build folder of its own: what an earlier build with CUDA left behind must not get into a wheel without it.
 scratch = tempfile.TemporaryDirectory(prefix="gelu_cuda-")
-names = ["_cpu", "_attention", *(["_cuda"] if wants_cuda() else [])]
+names = ["_cpu", "_attention", "_product", *(["_cuda"] if wants_cuda() else [])]
 setup(
     ext_modules=[Extension(f"gptframe_gelu_cuda.{name}", [], py_limited_api=True) for name in names],
     options={"build": {"build_base": scratch.name}},

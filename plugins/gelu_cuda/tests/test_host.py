@@ -91,3 +91,26 @@ def test_planted_faults_in_attention_are_caught(tmp_path, monkeypatch, old, new)
     if old.startswith("minus") and "avx512_bf16" not in done.stdout:
         pytest.skip("pairs of rows are for processors with AVX-512 and bfloat16")
     assert done.returncode != 0, done.stdout
+
+
+def test_the_gradient_of_a_weight(tmp_path):
+    """With AMX's tiles in plain loops, where the processor has AVX-512 with bfloat16 for the rest."""
+    done = build_and_run(tmp_path, None, "host_product.cpp", *BOTH, "-DEMULATE_TILES")
+    assert done.returncode == 0 and done.stdout in ("ok\n", "none\n"), done.stdout + done.stderr[:2000]
+
+
+@pytest.mark.parametrize(
+    "old,new",
+    [
+        ("2 * i + 1 < depth ? exist : 0", "exist"),  # a row behind the last one
+        ("k > 0,\n", "false,\n"),  # what a deep product has summed so far
+        ("r % kPanel / 16 * kTile", "r % kPanel / 16 * 0"),
+    ],
+    ids=["row", "sum", "tile"],
+)
+def test_planted_faults_in_it_are_caught(tmp_path, monkeypatch, old, new):
+    monkeypatch.setitem(FAULTS, "product", ("product_kernels.h", old, new))
+    done = build_and_run(tmp_path, "product", "host_product.cpp", "-O1", "-fsanitize=address", "-DEMULATE_TILES")
+    if done.stdout == "none\n":
+        pytest.skip("the loops are for processors with AVX-512 and bfloat16")
+    assert done.returncode != 0, done.stdout

@@ -122,18 +122,9 @@ class FlashCPU(nn.Module):
         if not (q.device.type == "cpu" and q.dtype in DTYPES and q.dtype == k.dtype == v.dtype):
             if q.device.type != "meta" and not torch.compiler.is_compiling():
                 self.left[q.device.type] = str(q.dtype)[6:]
-                _say(f"torch computes attention in {str(q.dtype)[6:]} on {q.device.type}, not flash_cpu")
+                backend.say(log, f"torch computes attention in {str(q.dtype)[6:]} on {q.device.type}, not flash_cpu")
             return None
         if ops.transformed():
             return None
         first = None if documents is None else first_keys(documents)
         return _ops.attention(q, k, v, first, window or 0)[0]
-
-
-_said: set[str] = set()
-
-
-def _say(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        log.warning(message)

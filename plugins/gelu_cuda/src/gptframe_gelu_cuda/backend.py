@@ -45,7 +45,18 @@ class Loaded:
 
 _state: dict[str, Loaded] = {}
 _attention: str | None = None
+_product: str | None = None
 _lock = threading.Lock()
+
+
+_said: set[str] = set()
+
+
+def say(to: logging.Logger, message: str) -> None:
+    """A warning that is given once in a process."""
+    if message not in _said:
+        _said.add(message)
+        to.warning(message)
 
 
 def status() -> dict[str, str]:
@@ -134,6 +145,26 @@ def require_attention() -> str:
             _attention = f"{name}, {origin}"
             log.info("flash_cpu: attention kernels (%s)", _attention)
         return _attention
+
+
+def require_product() -> str:
+    """Load the matrix products of the CPU; the instruction set, and where they came from.
+
+    Raises:
+        BackendError: this processor has no AMX, or something that a build needs is missing.
+    """
+    global _product
+    if _product is not None:  # before the lock, as above
+        return _product
+    with _lock:
+        if _product is None:
+            path, origin = _from_wheel_or_built("product")
+            name = _variant(path, "product")
+            if name == "none":
+                raise BackendError("amx needs a processor with AMX and bfloat16, and kernels built by GCC")
+            _product = f"{name}, {origin}"
+            log.info("amx: matrix products (%s)", _product)
+        return _product
 
 
 def _load_cuda() -> str:

@@ -1,4 +1,4 @@
-"""The registry entries `gelu_cuda` and `flash_cpu`: the only file that imports gptframe, and the entry point."""
+"""The registry entries `gelu_cuda`, `flash_cpu` and `amx`: the only file that imports gptframe, and the entry point."""
 
 from __future__ import annotations
 
@@ -41,3 +41,15 @@ def flash_cpu(cfg: ModelConfig) -> Any:
         return FlashCPU()
     except BackendError as error:
         raise UserError(f"model.attention.backend: {error}") from None
+
+
+@register("linear_backend", "amx")
+def amx(cfg: ModelConfig) -> Any:
+    """Linear layers in bfloat16 training on a CPU with AMX: gradients of weights through a compiled kernel, in float32."""
+    from gptframe_gelu_cuda.backend import BackendError
+    from gptframe_gelu_cuda.product import AMX
+
+    try:
+        return AMX()
+    except BackendError as error:
+        raise UserError(f"model.linear.backend: {error}") from None

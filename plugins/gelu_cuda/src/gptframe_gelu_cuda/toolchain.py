@@ -22,6 +22,7 @@ SOURCES = {
     "cuda": "gelu_cuda.cu",
     "epilogue": "gelu_epilogue.cpp",
     "attention": "attention_cpu.cpp",
+    "product": "product_cpu.cpp",
 }
 
 # torch 2.13 is the oldest whose stable ABI hands out the CUDA stream through libtorch_cpu: one object for all later
@@ -145,7 +146,7 @@ def covers(archs: Iterable[tuple[int, str, bool]], capability: tuple[int, int]) 
 
 
 def cpu_command(cxx: list[str], torch: Path, output: Path, kind: str = "cpu") -> list[str]:
-    """The command that compiles CPU kernels: `kind` is cpu (the GELU) or attention.
+    """The command that compiles CPU kernels: `kind` is cpu (the GELU), attention or product.
 
     No -ffast-math: it would flush denormals in the whole process.
     """
