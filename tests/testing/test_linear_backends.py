@@ -72,6 +72,14 @@ class BlindToStrides(Sound):
         return F.linear(x, weight.as_strided(weight.shape, (weight.shape[1], 1)), bias)
 
 
+class ReadsValues(Sound):
+    """As a kernel does: a tensor on the meta device has none."""
+
+    def __call__(self, x, weight, bias):
+        float(x.detach().flatten()[0])
+        return F.linear(x, weight, bias)
+
+
 class Raises(Sound):
     def __call__(self, x, weight, bias):
         raise ValueError("no such tile")
@@ -162,6 +170,7 @@ FAULTS = {
     Float32Result: ("contract", "torch.bfloat16 is wanted"),
     BlindToAutocast: ("contract", "torch.bfloat16 is wanted"),
     BlindToStrides: ("contract", "away from the formula"),
+    ReadsValues: ("contract", "the call raised RuntimeError"),
     Raises: ("contract", "the call raised ValueError: no such tile"),
     WrongGradientOfX: ("linear_gradients", "the gradient of x"),
     WrongGradientOfWeight: ("linear_gradients", "the gradient of weight"),

@@ -74,7 +74,7 @@ def _cases() -> Iterator[_Case]:
             label += f"{'' if bias is None else ', bias'}{', in autocast' if autocast else ''}"
             x, weight, bias = x.to(x_dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
             yield _Case(x, weight, bias, autocast, label)
-            if i == 3:  # generation leaves matrices in columns, and a plugin may have turned its stream
+            if i == 3:  # a plugin may have turned its stream, or a matrix
                 turned = weight.t().contiguous().t()
                 yield _Case(x, turned, bias, autocast, f"{label}, weight in columns")
                 turned = x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -105,6 +105,15 @@ def linear_contract(s: Subject) -> str:
         away = float((y.double() - wanted).abs().max())
         if not away <= TOLERANCE[case.dtype]:
             raise Failure(f"a value is {away:.2g} away from the formula", smallest=case.label, cause="bias or strides")
+    label = "x[2,32] and weight[8,32] on the meta device, where a model is built to count its costs"
+    try:
+        y = backend(torch.empty(2, 32, device="meta"), torch.empty(8, 32, device="meta"), None)
+    except Exception as error:
+        raise raised(
+            error, s, "the call", smallest=label, cause="a tensor without values, to be left to torch"
+        ) from None
+    if y is not None and (y.shape != (2, 8) or y.device.type != "meta"):
+        raise Failure(f"it returned {list(y.shape)} on {y.device}", smallest=label)
     return f"{taken} of {len(cases)} cases; the rest is left to torch"
 
 
