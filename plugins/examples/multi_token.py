@@ -39,6 +39,6 @@ class MultiTokenHead(Head):
                 if ctx.documents is not None:  # the target of a token is of its own document; k further on may not be
                     later = later.masked_fill(ctx.documents[:, k:] != ctx.documents[:, :-k], IGNORED)
                 seen = here + step(F.rms_norm(here, here.shape[-1:], eps=1e-5)).to(here.dtype)
-                total = head_cross_entropy(seen, weight, later, self.softcap)
+                total = head_cross_entropy(seen, weight, later, self.softcap, self.backend)
                 ctx.add_loss(f"ahead_{k}", self.weight * total / (later != IGNORED).sum().clamp(min=1))
         return super().loss(x, weight, targets, ctx)

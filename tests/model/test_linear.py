@@ -6,20 +6,22 @@ import contextlib
 import copy
 import dataclasses
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptframe import compose
+from gptframe import compose, plugins
 from gptframe.config import Config, LinearConfig, ModelConfig
 from gptframe.errors import UserError
-from gptframe.model import build_model
+from gptframe.model import Context, build_model
 from gptframe.model.activation import GELUTanh
 from gptframe.model.call import Linear
 from gptframe.registry import register
 
+EXAMPLES = Path(__file__).parents[2] / "plugins" / "examples"
 CALLS = {"forward": 0, "backward": 0, "head": 0}
 
 
@@ -150,6 +152,20 @@ def test_head_and_loss_in_chunks_at_once_and_without_backward(monkeypatch):
     assert CALLS == {"forward": 12 + 5, "backward": 12, "head": 5}
     assert equal(trained(config(backend="without_backward"), steps=1), wanted)
     assert CALLS == {"forward": 2 * (12 + 5), "backward": 2 * 12, "head": 5}
+
+
+def test_a_head_of_ones_own_hands_the_backend_on():
+    plugins.load([str(EXAMPLES / "multi_token.py")])
+    head = {"head": {"name": "multi_token"}}
+    model = build_model(dataclasses.replace(config(backend="counting"), **head), seed=1)
+    other = build_model(dataclasses.replace(config(), **head), seed=1)
+    ids, found = torch.arange(12)[None], []
+    for one in (model, other):
+        ctx = Context(losses={}, metrics={})
+        found.append([one(ids, ctx, ids), *ctx.losses.values()])
+        sum(found[-1]).backward()
+    assert equal(*found)
+    assert CALLS == {"forward": 12 + 1 + 2, "backward": 12 + 1, "head": 2}  # the head's own matrix; both its losses
 
 
 def test_what_is_left_is_torchs():
