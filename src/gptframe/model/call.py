@@ -46,6 +46,10 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return product(x, self.weight, self.bias, backend=self.backend)
 
+    def manifest(self) -> dict[str, str]:
+        """What ran, as the backend says."""
+        return self.backend.manifest()
+
     def unbiased(self, x: Tensor) -> Tensor:
         """x W^T, for who adds the bias himself."""
         return product(x, self.weight, backend=self.backend)

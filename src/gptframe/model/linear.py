@@ -53,6 +53,11 @@ class LinearBackend:
         got = ", ".join(_words(t) for t in found) if isinstance(found, tuple) else _words(found)
         raise self._broken(got, f"from backward() for x{list(x.shape)} and weight{list(weight.shape)}")
 
+    def manifest(self) -> dict[str, str]:
+        """What the backend says of what ran, for the manifest of a run; nothing where it says nothing."""
+        report = getattr(self.function, "manifest", None)
+        return {} if report is None else report()
+
     def _broken(self, got: str, where: str) -> UserError:
         origin = entry("linear_backend", self.name, "model.linear.backend").origin
         return UserError(f"linear_backend {self.name!r} ({origin}) returned {got} {where}")

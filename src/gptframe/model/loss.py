@@ -87,7 +87,9 @@ class _HeadCrossEntropy(torch.autograd.Function):
             if softcap is not None:
                 grad *= 1 - squashed.square()
             grad = grad.to(x.dtype)
-            both = backend.backward(grad, xs, weight) if backend is not None and want_x and want_weight else None
+            both = None
+            if backend is not None and want_x and want_weight:
+                both = backend.backward(grad, xs, weight if w is None else w)
             if grad_x is not None:
                 if both is None:
                     w = weight.to(x.dtype) if w is None else w
