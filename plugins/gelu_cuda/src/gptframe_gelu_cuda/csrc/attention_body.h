@@ -19,16 +19,14 @@ ATTENTION_FN V load(const float* p) { return _mm512_loadu_ps(p); }
 ATTENTION_FN void store(float* p, V x) { _mm512_storeu_ps(p, x); }
 ATTENTION_FN V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 ATTENTION_FN V larger(V a, V b) { return _mm512_max_ps(a, b); }  // b where one of them is a NaN
-ATTENTION_FN V rounded(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-ATTENTION_FN V scaled(V x, V n) { return _mm512_scalef_ps(x, n); }  // x 2^n
-ATTENTION_FN float sum(V x) { return _mm512_reduce_add_ps(x); }
-ATTENTION_FN float largest(V x) { return _mm512_reduce_max_ps(x); }
-// x in the columns `from` up to, not including, `to`, else -inf; the first lane is `column`.
-ATTENTION_FN V visible(V x, int column, int from, int to) {
-  const __m512i i = _mm512_add_epi32(_mm512_set1_epi32(column),
-                                     _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-  const __mmask16 in =
-      _mm512_cmpge_epi32_mask(i, _mm512_set1_epi32(from)) & _mm512_cmplt_epi32_mask(i, _mm512_set1_epi32(to));
+// x - floor(x), and x 2^floor(t); also of -inf.
+ATTENTION_FN V fraction(V x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+ATTENTION_FN V scaled(V x, V t) { return _mm512_scalef_ps(x, t); }
+// x in the lanes of queries that see `key`, else -inf; the first lane is the query `row`, and `from` has their first keys.
+ATTENTION_FN V visible(V x, int key, const int* from, int row) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __mmask16 in = _mm512_cmple_epi32_mask(_mm512_loadu_si512(from), _mm512_set1_epi32(key)) &
+                       _mm512_cmple_epi32_mask(_mm512_set1_epi32(key - row), lane);
   return _mm512_mask_blend_ps(in, all(-INFINITY), x);
 }
 #else
@@ -39,40 +37,37 @@ ATTENTION_FN V load(const float* p) { return _mm256_loadu_ps(p); }
 ATTENTION_FN void store(float* p, V x) { _mm256_storeu_ps(p, x); }
 ATTENTION_FN V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 ATTENTION_FN V larger(V a, V b) { return _mm256_max_ps(a, b); }
-ATTENTION_FN V rounded(V x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-ATTENTION_FN V scaled(V x, V n) {  // by two factors, as n may lie below the smallest exponent
-  const __m256i i = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(i, 1), bias = _mm256_set1_epi32(127);
+ATTENTION_FN V bounded(V t) { return larger(all(-160), t); }  // keeps a NaN
+ATTENTION_FN V fraction(V x) { return bounded(x) - _mm256_floor_ps(bounded(x)); }
+ATTENTION_FN V scaled(V x, V t) {  // by two factors, as floor(t) may lie below the smallest exponent
+  const __m256i i = _mm256_cvtps_epi32(_mm256_floor_ps(bounded(t)));
+  const __m256i half = _mm256_srai_epi32(i, 1), bias = _mm256_set1_epi32(127);
   const V a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
   const V b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(i, half), bias), 23));
   return x * a * b;
 }
-ATTENTION_FN float sum(V x) {
-  __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-ATTENTION_FN float largest(V x) {
-  __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
-  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
-}
-ATTENTION_FN V visible(V x, int column, int from, int to) {
-  const __m256i i = _mm256_add_epi32(_mm256_set1_epi32(column), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-  const __m256i in = _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(from), i),
-                                         _mm256_cmpgt_epi32(_mm256_set1_epi32(to), i));
-  return _mm256_blendv_ps(all(-INFINITY), x, _mm256_castsi256_ps(in));
+ATTENTION_FN V visible(V x, int key, const int* from, int row) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i out = _mm256_or_si256(_mm256_cmpgt_epi32(_mm256_loadu_si256((const __m256i*)from), _mm256_set1_epi32(key)),
+                                      _mm256_cmpgt_epi32(_mm256_set1_epi32(key - row), lane));
+  return _mm256_blendv_ps(x, all(-INFINITY), _mm256_castsi256_ps(out));
 }
 #endif
 
-// 2^t with a relative error of 1.6e-7, by a polynomial of degree 5 (least largest relative error on [-1/2, 1/2]).
+// 2^t by a polynomial p with p(0) = 1 and the least largest relative error on [0, 1): 8.2e-8, or 8.6e-5 where the result
+// is rounded to bfloat16.
 ATTENTION_FN V exp2(V t) {
-  t = larger(all(-160), t);  // keeps a NaN
-  const V n = rounded(t), f = t - n;
-  V p = fma(all(0.00132647269f), f, all(0.009671512661f));
-  p = fma(p, f, all(0.05550733744f));
-  p = fma(p, f, all(0.2402224208f));
-  p = fma(p, f, all(0.6931469776f));
-  return scaled(fma(p, f, all(1)), n);
+  const V f = fraction(t);
+#if ATTENTION_PAIRS
+  V p = fma(all(0.07706704393f), f, all(0.2276449891f));
+  p = fma(p, f, all(0.6951167869f));
+#else
+  V p = fma(all(0.001867130101f), f, all(0.009017030257f));
+  p = fma(p, f, all(0.05579991315f));
+  p = fma(p, f, all(0.2401644501f));
+  p = fma(p, f, all(0.6931513118f));
+#endif
+  return scaled(fma(p, f, all(1)), t);
 }
 
 ATTENTION_FN float wide(float x) { return x; }
@@ -104,6 +99,10 @@ ATTENTION_FN Two rounded(V above, V below) {
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return {rows, _mm512_permutexvar_epi16(_mm512_load_si512(order), rows)};
+}
+ATTENTION_FN void store_rows(__m512i rows, uint16_t* p, long stride) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_castsi512_si256(rows));
+  _mm256_storeu_si256((__m256i*)(p + stride), _mm512_extracti64x4_epi64(rows, 1));
 }
 #else
 constexpr int kPack = 1;
@@ -186,192 +185,199 @@ void transpose(const U* in, int R, int C, U* out) {
     }
 }
 
-// `count` rows of x, padded to R, as `whole` and `paired`; either may be null.
+// `count` rows of x, padded to R, as `whole` and `paired`; either may be null, and where both are one, one is written.
 template <class S>
 void pack(const S* x, long stride, int count, int R, int D, Unit* whole, Unit* paired) {
-  for (int r = 0; r < R; ++r) {
-    const S* row = r < count ? x + r * stride : nullptr;
 #if ATTENTION_PAIRS
-    if (whole) {
-      if (row)
-        memcpy(whole + (long)r * D / 2, row, D * 2);
-      else
-        memset(whole + (long)r * D / 2, 0, D * 2);
-    }
-    if (paired && r % 2 == 0) {
-      Unit* to = paired + (long)(r / 2) * D;
-      const S* next = r + 1 < count ? row + stride : nullptr;
-      for (int d = 0; d < D; ++d)
-        to[d] = (row ? (uint32_t)row[d].bits : 0u) | (next ? (uint32_t)next[d].bits << 16 : 0u);
+  for (int r = 0; r < R; r += 2)
+    for (int d = 0; d < D; d += 16) {
+      __m256i two[2];
+      for (int i = 0; i < 2; ++i)
+        two[i] = r + i < count ? _mm256_loadu_si256((const __m256i*)(x + (r + i) * stride + d)) : _mm256_setzero_si256();
+      if (whole)
+        for (int i = 0; i < 2; ++i) _mm256_storeu_si256((__m256i*)(whole + ((long)(r + i) * D + d) / 2), two[i]);
+      if (paired)
+        _mm512_storeu_si512(paired + (long)r / 2 * D + d,
+                            _mm512_or_si512(_mm512_cvtepu16_epi32(two[0]),
+                                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(two[1]), 16)));
     }
 #else
+  for (int r = 0; r < R; ++r) {
     Unit* to = (whole ? whole : paired) + (long)r * D;
-    if (row)
-      for (int d = 0; d < D; ++d) to[d] = wide(row[d]);
+    if (r < count)
+      for (int d = 0; d < D; ++d) to[d] = wide(x[r * stride + d]);
     else
       memset(to, 0, D * 4);
-#endif
   }
+#endif
+}
+
+// The same, as the transpose of `whole`.
+template <class S>
+void pack_transposed(const S* x, long stride, int count, int R, int D, Unit* whole_t, Unit* paired, Unit* spare) {
+  Unit* whole = kPack == 1 && paired ? paired : spare;
+  pack(x, stride, count, R, D, whole, paired);
+  transpose(whole, R, D / kPack, whole_t);
 }
 
 template <class S>
 void unpack(const float* x, int D, int count, float factor, S* y, long stride) {
   for (int r = 0; r < count; ++r)
+#if ATTENTION_PAIRS
+    for (int d = 0; d < D; d += kLanes)
+      _mm256_storeu_si256((__m256i*)(y + r * stride + d),
+                          (__m256i)_mm512_cvtneps_pbh(load(x + (long)r * D + d) * all(factor)));
+#else
     for (int d = 0; d < D; ++d) narrow(x[(long)r * D + d] * factor, y + r * stride + d);
+#endif
+}
+
+// The first key that each query sees, for `rows` queries; those past the last see what the last sees.
+void first_keys(const Problem& p, int b, int rows, int* from) {
+  for (int row = 0; row < rows; ++row) {
+    const int own = row < p.T ? row : p.T - 1;
+    from[row] = p.first ? p.first[(long)b * p.T + own] : 0;
+    if (p.window && own - p.window + 1 > from[row]) from[row] = own - p.window + 1;
+  }
 }
 
 // Which keys the queries of a block see: `least` is the first that any of them sees, `most` the first that all see.
 struct Range {
   int least, most;
 };
-ATTENTION_FN int first_key(const Problem& p, int b, int row) {
-  row = row < p.T ? row : p.T - 1;
-  int first = p.first ? p.first[(long)b * p.T + row] : 0;
-  if (p.window && row - p.window + 1 > first) first = row - p.window + 1;
-  return first;
-}
-inline Range seen(const Problem& p, int b, int row, int rows) {
-  Range range{p.T, 0};
-  for (int r = row; r < row + rows; ++r) {
-    const int first = first_key(p, b, r);
-    range.least = first < range.least ? first : range.least;
-    range.most = first > range.most ? first : range.most;
+inline Range seen(const int* from, int rows) {
+  Range range{from[0], from[0]};
+  for (int r = 1; r < rows; ++r) {
+    range.least = from[r] < range.least ? from[r] : range.least;
+    range.most = from[r] > range.most ? from[r] : range.most;
   }
   return range;
 }
 
-// A block of scores, [rows, columns], in place: softmax numerators of this block, with the running maximum of each row's
-// scores and the sum of its numerators; the factor that is due to what was there before goes to `fade`. The maximum is
-// taken off before scaling, so that it leaves exactly 0 however large the scores are.
-void soften(const Problem& p, int b, int row, int column, int rows, int columns, int ld, bool masked, float* scores,
-            Unit* out, float* maximum, float* sums, float* fade) {
+// Scores are [keys, queries], so that what is said of a query is said of a lane. Those of keys that a query does not see
+// become -inf.
+void hide(const int* from, Range range, int row, int column, int rows, int columns, float* scores) {
+  for (int key = column; key < column + columns; ++key) {
+    if (range.most <= key && key <= row) continue;  // all see it
+    float* s = scores + (long)(key - column) * rows;
+    for (int r = 0; r < rows; r += kLanes) store(s + r, visible(load(s + r), key, from + r, row + r));
+  }
+}
+
+// Of a block of scores the softmax numerators, paired, with the running maximum of each query's scores and the sum of its
+// numerators; the factor that is due to what was there before goes to `fade`. The maximum is taken off before scaling, so
+// that it leaves exactly 0 however large the scores are.
+void soften(const Problem& p, int columns, const float* scores, Unit* out, float* maximum, float* sums, float* fade) {
+  const int R = p.rows;
   const V scale = all(p.scale);
-  for (int r = 0; r < rows; ++r) {
-    float* s = scores + (long)r * ld;
-    V most = all(-INFINITY);
-    if (masked) {
-      const int from = first_key(p, b, row + r) - column, to = row + r - column + 1;
-      for (int c = 0; c < columns; c += kLanes) {
-        const V x = visible(load(s + c), c, from, to);
-        store(s + c, x);
-        most = larger(most, x);
+  for (int r = 0; r < R; r += kLanes) {
+    const float* s = scores + r;
+    const V before = load(maximum + r);
+    V most[4] = {before, before, before, before};
+    for (int c = 0; c < columns; c += 4)
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) most[i] = larger(load(s + (long)(c + i) * R), most[i]);
+    const V now = larger(larger(most[0], most[1]), larger(most[2], most[3]));
+    const V offset = larger(now, all(-FLT_MAX));  // as -inf less -inf would be a NaN
+    const V factor = exp2((before - offset) * scale);
+    store(maximum + r, now);
+    store(fade + r, factor);
+    V total[2] = {load(sums + r) * factor, all(0)};
+    for (int c = 0; c < columns; c += 2) {
+      V e[2];
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        e[i] = exp2((load(s + (long)(c + i) * R) - offset) * scale);
+        total[i] = total[i] + e[i];
       }
-    } else {
-      for (int c = 0; c < columns; c += kLanes) most = larger(most, load(s + c));
-    }
-    const float before = maximum[r], found = largest(most);
-    const float now = found > before ? found : before, offset = now == -INFINITY ? 0 : now;
-    maximum[r] = now;
-    V total = load(sums + r * kLanes);
-    fade[r] = 1;
-    if (now != before) {
-      alignas(64) float lanes[kLanes];
-      store(lanes, exp2(all((before - offset) * p.scale)));
-      fade[r] = lanes[0];
-      total = total * all(fade[r]);
-    }
-    for (int c = 0; c < columns; c += kLanes) {
-      const V e = exp2((load(s + c) - all(offset)) * scale);
-      total = total + e;
 #if ATTENTION_PAIRS
-      _mm256_storeu_si256((__m256i*)((uint16_t*)(out + (long)r * (ld / 2)) + c), (__m256i)_mm512_cvtneps_pbh(e));
+      _mm512_storeu_si512(out + (long)c / 2 * R + r, rounded(e[0], e[1]).paired);
 #else
-      store(out + (long)r * ld + c, e);
+      for (int i = 0; i < 2; ++i) store(out + (long)(c + i) * R + r, e[i]);
 #endif
     }
-    store(sums + r * kLanes, total);
+    store(sums + r, total[0] + total[1]);
   }
+}
+
+// x[D,R] times a factor for each column.
+void scale_columns(float* x, int D, int R, const float* factors) {
+  for (int d = 0; d < D; ++d)
+    for (int r = 0; r < R; r += kLanes) store(x + (long)d * R + r, load(x + (long)d * R + r) * load(factors + r));
 }
 
 template <class S>
 void forward(const Problem& p, const Strided<S>* in, S* out, float* lse, int task, Arena& arena) {
   const int b = task / p.Hk, hk = task % p.Hk, group = p.H / p.Hk, T = p.T, D = p.D;
-  const int R = p.rows, C = p.columns, blocks = (T + C - 1) / C;
-  Unit* kt = arena.get<Unit>((long)blocks * C * D / kPack);  // [blocks, D / kPack, C]
-  Unit* vp = arena.get<Unit>((long)blocks * C * D / kPack);  // [blocks, C / kPack, D]
-  Unit* q = arena.get<Unit>((long)(R > C ? R : C) * D / kPack);
+  const int R = p.rows, C = p.columns, keys = (T + C - 1) / C, queries = (T + R - 1) / R;
+  const long key_block = (long)C * D / kPack;
+  Unit* k = arena.get<Unit>(keys * key_block);   // [C, D / kPack] each
+  Unit* vt = arena.get<Unit>(keys * key_block);  // [D, C / kPack] each
+  Unit* qt = arena.get<Unit>((long)R * D / kPack);
+  Unit* spare = arena.get<Unit>((long)(R > C ? R : C) * D / kPack);
   float* scores = arena.get<float>((long)R * C);
   Unit* pattern = arena.get<Unit>((long)R * C / kPack);
-  float *mixed = arena.get<float>((long)R * D), *maximum = arena.get<float>(R), *fade = arena.get<float>(R);
-  float* sums = arena.get<float>((long)R * kLanes);
-  const S *k = in[1].at(b, hk), *v = in[2].at(b, hk);
-  for (int j = 0; j < blocks; ++j) {
-    const int count = T - j * C < C ? T - j * C : C;
-    const long at = (long)j * C * D / kPack;
-    pack(k + j * C * in[1].t, in[1].t, count, C, D, q, (Unit*)nullptr);
-    transpose(q, C, D / kPack, kt + at);
-    pack(v + j * C * in[2].t, in[2].t, count, C, D, (Unit*)nullptr, vp + at);
+  float *mixed = arena.get<float>((long)R * D), *rows = arena.get<float>((long)R * D);  // [D, R] and its transpose
+  float *maximum = arena.get<float>(R), *sums = arena.get<float>(R), *fade = arena.get<float>(R);
+  int* from = arena.get<int>((long)queries * R);
+  first_keys(p, b, queries * R, from);
+  for (int j = 0; j < keys; ++j) {
+    const int column = j * C, count = T - column < C ? T - column : C;
+    pack(in[1].at(b, hk) + column * in[1].t, in[1].t, count, C, D, k + j * key_block, (Unit*)nullptr);
+    pack(in[2].at(b, hk) + column * in[2].t, in[2].t, count, C, D, (Unit*)nullptr, spare);
+    transpose(spare, C / kPack, D, vt + j * key_block);
   }
   for (int h = hk * group; h < (hk + 1) * group; ++h)
     for (int row = 0; row < T; row += R) {
       const int count = T - row < R ? T - row : R;
-      pack(in[0].at(b, h) + row * in[0].t, in[0].t, count, R, D, q, (Unit*)nullptr);
-      for (int r = 0; r < R; ++r) maximum[r] = -INFINITY;
-      memset(sums, 0, (long)R * kLanes * 4);
-      const Range range = seen(p, b, row, R);
+      pack_transposed(in[0].at(b, h) + row * in[0].t, in[0].t, count, R, D, qt, (Unit*)nullptr, spare);
+      for (int r = 0; r < R; ++r) maximum[r] = -INFINITY, sums[r] = 0;
+      const Range range = seen(from + row, R);
       bool add = false;
-      for (int j = range.least / C; j * C < row + R && j < blocks; ++j) {
+      for (int j = range.least / C; j * C < row + R && j < keys; ++j) {
         const int column = j * C;
         int columns = row + R - column;  // beyond them no query of the block sees anything
         if (columns > C) columns = C;
-        const bool masked = column + columns - 1 > row || range.most > column;
-        product(R, columns, D / kPack, q, D / kPack, kt + (long)column * D / kPack, C, scores, C, false);
-        soften(p, b, row, column, R, columns, C, masked, scores, pattern, maximum, sums, fade);
-        if (add)
-          for (int r = 0; r < R; ++r)
-            if (fade[r] != 1)
-              for (int d = 0; d < D; d += kLanes)
-                store(mixed + (long)r * D + d, load(mixed + (long)r * D + d) * all(fade[r]));
-        product(R, D, columns / kPack, pattern, C / kPack, vp + (long)column * D / kPack, D, mixed, D, add);
+        product(columns, R, D / kPack, k + j * key_block, D / kPack, qt, R, scores, R, false);
+        hide(from + row, range, row, column, R, columns, scores);
+        soften(p, columns, scores, pattern, maximum, sums, fade);
+        if (add) scale_columns(mixed, D, R, fade);
+        product(D, R, columns / kPack, vt + j * key_block, C / kPack, pattern, R, mixed, R, add);
         add = true;
       }
-      for (int r = 0; r < count; ++r) {
-        const float total = sum(load(sums + r * kLanes));
-        const long at = (long)b * T + row + r;
-        unpack(mixed + (long)r * D, D, 1, 1 / total, out + (at * p.H + h) * D, 0);
-        lse[((long)b * p.H + h) * T + row + r] = maximum[r] * p.scale + log2f(total);
-      }
+      for (int r = 0; r < count; ++r) lse[((long)b * p.H + h) * T + row + r] = maximum[r] * p.scale + log2f(sums[r]);
+      for (int r = 0; r < R; ++r) fade[r] = 1 / sums[r];
+      scale_columns(mixed, D, R, fade);
+      transpose(mixed, D, R, rows);
+      unpack(rows, D, count, 1, out + (((long)b * T + row) * p.H + h) * D, (long)p.H * D);
     }
 }
 
-// From scores and the product of the gradient with the values, both [R, C]: the pattern and the gradient of the scores,
-// paired, and the latter also whole.
-void differentiate(const Problem& p, int b, int row, int column, bool masked, const float* scores, const float* products,
-                   const float* lse, const float* delta, Unit* pattern, Unit* paired, Unit* whole) {
+// From scores and the product of the values with the gradient: the pattern and the gradient of the scores (but for
+// p.natural), whole, and the latter also paired. `minus` is -lse of each query, `less` its delta.
+void differentiate(const Problem& p, const float* scores, const float* products, const float* minus, const float* less,
+                   Unit* pattern, Unit* whole, Unit* paired) {
   const int R = p.rows, C = p.columns;
-  const V scale = all(p.scale), natural = all(p.natural);
-  for (int r = 0; r < R; r += kPack) {
-    const float* s = scores + (long)r * C;
-    const float* g = products + (long)r * C;
-    int from[kPack], to[kPack];
-    V minus[kPack], less[kPack];
-    for (int i = 0; i < kPack; ++i) {
-      from[i] = masked ? first_key(p, b, row + r + i) - column : 0;
-      to[i] = row + r + i - column + 1;
-      minus[i] = all(-lse[r + i]);
-      less[i] = all(delta[r + i]);
-    }
-    for (int c = 0; c < C; c += kLanes) {
+  const V scale = all(p.scale);
+  for (int c = 0; c < C; c += kPack)
+    for (int r = 0; r < R; r += kLanes) {
+      const long at = (long)c * R + r;
       V e[kPack], d[kPack];
+#pragma GCC unroll 2
       for (int i = 0; i < kPack; ++i) {
-        V x = load(s + i * C + c);
-        if (masked) x = visible(x, c, from[i], to[i]);
-        e[i] = exp2(fma(x, scale, minus[i]));
-        d[i] = e[i] * (load(g + i * C + c) - less[i]) * natural;
+        e[i] = exp2(fma(load(scores + at + i * R), scale, load(minus + r)));
+        d[i] = e[i] * (load(products + at + i * R) - load(less + r));
       }
 #if ATTENTION_PAIRS
       const Two first = rounded(e[0], e[1]), second = rounded(d[0], d[1]);
-      _mm512_storeu_si512(pattern + (long)(r / 2) * C + c, first.paired);
-      _mm512_storeu_si512(paired + (long)(r / 2) * C + c, second.paired);
-      uint16_t* to_whole = (uint16_t*)whole + (long)r * C + c;
-      _mm256_storeu_si256((__m256i*)to_whole, _mm512_castsi512_si256(second.rows));
-      _mm256_storeu_si256((__m256i*)(to_whole + C), _mm512_extracti64x4_epi64(second.rows, 1));
+      store_rows(first.rows, (uint16_t*)pattern + at, R);
+      store_rows(second.rows, (uint16_t*)whole + at, R);
+      _mm512_storeu_si512(paired + (long)c / 2 * R + r, second.paired);
 #else
-      store(pattern + (long)r * C + c, e[0]);
-      store(paired + (long)r * C + c, d[0]);
+      store(pattern + at, e[0]);
+      store(paired + at, d[0]);
 #endif
     }
-  }
 }
 
 template <class S>
@@ -380,68 +386,65 @@ void backward(const Problem& p, const Strided<S>* in, const Strided<S>& out, con
   const int b = task / p.Hk, hk = task % p.Hk, group = p.H / p.Hk, T = p.T, D = p.D;
   const int R = p.rows, C = p.columns, keys = (T + C - 1) / C, queries = (T + R - 1) / R;
   const long row_block = (long)R * D / kPack, key_block = (long)C * D / kPack;
-  Unit* kt = arena.get<Unit>(key_block);  // [D / kPack, C]
-  Unit* kp = arena.get<Unit>(key_block);  // [C / kPack, D]
-  Unit* vt = arena.get<Unit>(key_block);
-  Unit* q = arena.get<Unit>(group * queries * row_block);   // [R, D / kPack] each
-  Unit* qt = arena.get<Unit>(group * queries * row_block);  // [D, R / kPack] each
+  Unit* k = arena.get<Unit>(key_block);   // [C, D / kPack]
+  Unit* kt = arena.get<Unit>(key_block);  // [D, C / kPack]
+  Unit* v = arena.get<Unit>(key_block);
+  Unit* q = arena.get<Unit>(group * queries * row_block);   // [R / kPack, D] each
+  Unit* qt = arena.get<Unit>(group * queries * row_block);  // [D / kPack, R] each
   Unit* g = arena.get<Unit>(group * queries * row_block);
   Unit* gt = arena.get<Unit>(group * queries * row_block);
-  float* dq = arena.get<float>((long)group * queries * R * D);
+  Unit* ot = arena.get<Unit>(row_block);
+  float* dqt = arena.get<float>((long)group * queries * R * D);  // [D, R] each
   Unit* spare = arena.get<Unit>(row_block > key_block ? row_block : key_block);
   float *scores = arena.get<float>((long)R * C), *products = arena.get<float>((long)R * C);
   Unit *pattern = arena.get<Unit>((long)R * C / kPack), *paired = arena.get<Unit>((long)R * C / kPack);
   Unit* whole = kPack == 1 ? paired : arena.get<Unit>((long)R * C / kPack);
-  float *dkt = arena.get<float>((long)D * C), *dvt = arena.get<float>((long)D * C), *rows = arena.get<float>((long)D * C);
-  float *delta = arena.get<float>((long)group * queries * R), *base = arena.get<float>((long)group * queries * R);
+  float *dk = arena.get<float>((long)D * C), *dv = arena.get<float>((long)D * C), *rows = arena.get<float>((long)R * D);
+  float *minus = arena.get<float>((long)group * queries * R), *less = arena.get<float>((long)group * queries * R);
+  int* from = arena.get<int>((long)queries * R);
   Range* range = arena.get<Range>(queries);
   bool* begun = arena.get<bool>((long)group * queries);
-  for (int i = 0; i < queries; ++i) range[i] = seen(p, b, i * R, R);
+  first_keys(p, b, queries * R, from);
+  for (int i = 0; i < queries; ++i) range[i] = seen(from + i * R, R);
   for (int n = 0; n < group * queries; ++n) {
     const int h = hk * group + n / queries, row = n % queries * R, count = T - row < R ? T - row : R;
-    const S *gs = grad.at(b, h) + row * grad.t, *os = out.at(b, h) + row * out.t;
-    pack(in[0].at(b, h) + row * in[0].t, in[0].t, count, R, D, q + n * row_block, spare);
-    transpose(kPack == 1 ? q + n * row_block : spare, R / kPack, D, qt + n * row_block);
-    pack(gs, grad.t, count, R, D, g + n * row_block, spare);
-    transpose(kPack == 1 ? g + n * row_block : spare, R / kPack, D, gt + n * row_block);
-    for (int r = 0; r < R; ++r) {
-      float total = 0;
-      if (r < count)
-        for (int d = 0; d < D; ++d) total += wide(gs[r * grad.t + d]) * wide(os[r * out.t + d]);
-      delta[(long)n * R + r] = total;
-      base[(long)n * R + r] = r < count ? lse[((long)b * p.H + h) * T + row + r] : 0;
+    Unit* gtn = gt + n * row_block;
+    pack_transposed(in[0].at(b, h) + row * in[0].t, in[0].t, count, R, D, qt + n * row_block, q + n * row_block, spare);
+    pack_transposed(grad.at(b, h) + row * grad.t, grad.t, count, R, D, gtn, g + n * row_block, spare);
+    pack_transposed(out.at(b, h) + row * out.t, out.t, count, R, D, ot, (Unit*)nullptr, spare);
+    for (int r = 0; r < R; r += kLanes) {
+      V total = all(0);
+      for (int d = 0; d < D / kPack; ++d) total = multiply(several(gtn + (long)d * R + r), several(ot + (long)d * R + r), total);
+      store(less + (long)n * R + r, total);
     }
+    for (int r = 0; r < R; ++r) minus[(long)n * R + r] = r < count ? -lse[((long)b * p.H + h) * T + row + r] : 0;
     begun[n] = false;
   }
   for (int j = 0; j < keys; ++j) {
     const int column = j * C, count = T - column < C ? T - column : C;
     const long at = ((long)b * T + column) * p.Hk + hk;
-    pack(in[1].at(b, hk) + column * in[1].t, in[1].t, count, C, D, spare, kp);
-    if (kPack == 1) memcpy(kp, spare, key_block * 4);
-    transpose(spare, C, D / kPack, kt);
-    pack(in[2].at(b, hk) + column * in[2].t, in[2].t, count, C, D, spare, (Unit*)nullptr);
-    transpose(spare, C, D / kPack, vt);
+    pack(in[1].at(b, hk) + column * in[1].t, in[1].t, count, C, D, k, spare);
+    transpose(kPack == 1 ? k : spare, C / kPack, D, kt);
+    pack(in[2].at(b, hk) + column * in[2].t, in[2].t, count, C, D, v, (Unit*)nullptr);
     bool add = false;
     for (int n = 0; n < group * queries; ++n) {
       const int i = n % queries, row = i * R;
       if (row + R <= column || range[i].least >= column + C) continue;
-      const bool masked = column + C - 1 > row || range[i].most > column;
-      product(R, C, D / kPack, q + n * row_block, D / kPack, kt, C, scores, C, false);
-      product(R, C, D / kPack, g + n * row_block, D / kPack, vt, C, products, C, false);
-      differentiate(p, b, row, column, masked, scores, products, base + (long)n * R, delta + (long)n * R, pattern,
-                    paired, whole);
-      product(D, C, R / kPack, gt + n * row_block, R / kPack, pattern, C, dvt, C, add);
-      product(D, C, R / kPack, qt + n * row_block, R / kPack, paired, C, dkt, C, add);
-      product(R, D, C / kPack, whole, C / kPack, kp, D, dq + (long)n * R * D, D, begun[n]);
+      product(C, R, D / kPack, k, D / kPack, qt + n * row_block, R, scores, R, false);
+      product(C, R, D / kPack, v, D / kPack, gt + n * row_block, R, products, R, false);
+      hide(from + row, range[i], row, column, R, C, scores);
+      differentiate(p, scores, products, minus + (long)n * R, less + (long)n * R, pattern, whole, paired);
+      product(C, D, R / kPack, pattern, R / kPack, g + n * row_block, D, dv, D, add);
+      product(C, D, R / kPack, whole, R / kPack, q + n * row_block, D, dk, D, add);
+      product(D, R, C / kPack, kt, C / kPack, paired, R, dqt + (long)n * R * D, R, begun[n]);
       add = begun[n] = true;
     }
-    transpose(dkt, D, C, rows);
-    unpack(rows, D, count, 1, result[1] + at * D, (long)p.Hk * D);
-    transpose(dvt, D, C, rows);
-    unpack(rows, D, count, 1, result[2] + at * D, (long)p.Hk * D);
+    unpack(dk, D, count, p.natural, result[1] + at * D, (long)p.Hk * D);
+    unpack(dv, D, count, 1, result[2] + at * D, (long)p.Hk * D);
   }
   for (int n = 0; n < group * queries; ++n) {
     const int h = hk * group + n / queries, row = n % queries * R, count = T - row < R ? T - row : R;
-    unpack(dq + (long)n * R * D, D, count, 1, result[0] + (((long)b * T + row) * p.H + h) * D, (long)p.H * D);
+    transpose(dqt + (long)n * R * D, D, R, rows);
+    unpack(rows, D, count, p.natural, result[0] + (((long)b * T + row) * p.H + h) * D, (long)p.H * D);
   }
 }

@@ -9,20 +9,23 @@ using gelu::ScalarType;
 using gelu::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-// Queries and keys in a block. With 128 keys the forward rescales less often; the backward has five products to keep in
-// the first-level cache.
-constexpr int kRows = 64, kForwardColumns = 128, kBackwardColumns = 64;
+// Queries and keys in a block. The forward computes no more keys than the last query of a block sees, so few queries save
+// work, and rescales with each block of keys, so these are more; the backward has five products to keep in cache.
+struct Block {
+  int rows, columns;
+};
+constexpr Block kForward{32, 128}, kBackward{64, 64};
 
-Problem problem(const Tensor& q, const Tensor& k, const MaybeTensor& first, int64_t window, int columns) {
+Problem problem(const Tensor& q, const Tensor& k, const MaybeTensor& first, int64_t window, Block block) {
   Problem p{};
   p.B = (int)q.size(0), p.H = (int)q.size(1), p.T = (int)q.size(2), p.D = (int)q.size(3), p.Hk = (int)k.size(1);
   p.window = window < p.T ? (int)window : 0;
   p.first = first ? (const int32_t*)first->const_data_ptr() : nullptr;
   p.natural = 1 / std::sqrt((float)p.D);
   p.scale = p.natural * 1.44269504f;
-  const int small = (p.T + 15) / 16 * 16;
-  p.rows = small < kRows ? small : kRows;
-  p.columns = small < columns ? small : columns;
+  const int small = (p.T + 31) / 32 * 32;  // AMX multiplies 16 pairs at once
+  p.rows = small < block.rows ? small : block.rows;
+  p.columns = small < block.columns ? small : block.columns;
   return p;
 }
 
@@ -94,7 +97,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_, const Tensor& k_, const Ten
   const Tensor q = side_by_side(q_), k = side_by_side(k_), v = side_by_side(v_);
   Tensor out = token_major(q, q.size(0), q.size(1), q.size(2), q.size(3));
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)}, ScalarType::Float);
-  const Problem p = problem(q, k, first, window, kForwardColumns);
+  const Problem p = problem(q, k, first, window, kForward);
   if (q.numel() == 0) return {out, lse};
   if (q.scalar_type() == ScalarType::Float)
     forward_of(variant()->single, p, q, k, v, out, lse);
@@ -130,7 +133,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& g_, const Tensor& q_, 
   const int64_t B = q.size(0), T = q.size(2), D = q.size(3);
   Tensor results[3] = {token_major(q, B, q.size(1), T, D), token_major(q, B, k.size(1), T, D),
                        token_major(q, B, k.size(1), T, D)};
-  const Problem p = problem(q, k, first, window, kBackwardColumns);
+  const Problem p = problem(q, k, first, window, kBackward);
   if (q.numel() > 0) {
     if (q.scalar_type() == ScalarType::Float)
       backward_of(variant()->single, p, g, q, k, v, out, lse, results);

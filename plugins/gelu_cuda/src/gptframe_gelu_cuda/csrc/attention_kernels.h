@@ -2,6 +2,7 @@
 // time. Knows nothing of torch.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
