@@ -100,6 +100,13 @@ ATTENTION_FN Two rounded(V above, V below) {
                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return {rows, _mm512_permutexvar_epi16(_mm512_load_si512(order), rows)};
 }
+// Paired, at less cost: ties go away from 0, and a NaN stays one unless its upper bits are all ones and its lower large.
+ATTENTION_FN __m512i rounded_pairs(V above, V below) {
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  const __m512i a = _mm512_add_epi32(_mm512_castps_si512(above), half);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16),
+                                 _mm512_add_epi32(_mm512_castps_si512(below), half));
+}
 ATTENTION_FN void store_rows(__m512i rows, uint16_t* p, long stride) {
   _mm256_storeu_si256((__m256i*)p, _mm512_castsi512_si256(rows));
   _mm256_storeu_si256((__m256i*)(p + stride), _mm512_extracti64x4_epi64(rows, 1));
@@ -185,15 +192,19 @@ void transpose(const U* in, int R, int C, U* out) {
     }
 }
 
-// `count` rows of x, padded to R, as `whole` and `paired`; either may be null, and where both are one, one is written.
+// `count` rows of x, padded to R, as `whole` and `paired`; either may be null. With kPack = 1 they are one, and one is
+// written. In most layouts the next head's row follows each row: it is prefetched while its page is at hand.
 template <class S>
 void pack(const S* x, long stride, int count, int R, int D, Unit* whole, Unit* paired) {
 #if ATTENTION_PAIRS
   for (int r = 0; r < R; r += 2)
     for (int d = 0; d < D; d += 16) {
       __m256i two[2];
-      for (int i = 0; i < 2; ++i)
-        two[i] = r + i < count ? _mm256_loadu_si256((const __m256i*)(x + (r + i) * stride + d)) : _mm256_setzero_si256();
+      for (int i = 0; i < 2; ++i) {
+        const S* from = x + (r + i) * stride + d;
+        two[i] = r + i < count ? _mm256_loadu_si256((const __m256i*)from) : _mm256_setzero_si256();
+        __builtin_prefetch(from + D, 0, 2);
+      }
       if (whole)
         for (int i = 0; i < 2; ++i) _mm256_storeu_si256((__m256i*)(whole + ((long)(r + i) * D + d) / 2), two[i]);
       if (paired)
@@ -212,7 +223,7 @@ void pack(const S* x, long stride, int count, int R, int D, Unit* whole, Unit* p
 #endif
 }
 
-// The same, as the transpose of `whole`.
+// The same, with the transpose of `whole`.
 template <class S>
 void pack_transposed(const S* x, long stride, int count, int R, int D, Unit* whole_t, Unit* paired, Unit* spare) {
   Unit* whole = kPack == 1 && paired ? paired : spare;
@@ -224,9 +235,11 @@ template <class S>
 void unpack(const float* x, int D, int count, float factor, S* y, long stride) {
   for (int r = 0; r < count; ++r)
 #if ATTENTION_PAIRS
-    for (int d = 0; d < D; d += kLanes)
-      _mm256_storeu_si256((__m256i*)(y + r * stride + d),
-                          (__m256i)_mm512_cvtneps_pbh(load(x + (long)r * D + d) * all(factor)));
+    for (int d = 0; d < D; d += kLanes) {
+      S* to = y + r * stride + d;
+      _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(load(x + (long)r * D + d) * all(factor)));
+      __builtin_prefetch(to + D, 1, 2);  // as in `pack`
+    }
 #else
     for (int d = 0; d < D; ++d) narrow(x[(long)r * D + d] * factor, y + r * stride + d);
 #endif
@@ -258,15 +271,16 @@ inline Range seen(const int* from, int rows) {
 // become -inf.
 void hide(const int* from, Range range, int row, int column, int rows, int columns, float* scores) {
   for (int key = column; key < column + columns; ++key) {
-    if (range.most <= key && key <= row) continue;  // all see it
     float* s = scores + (long)(key - column) * rows;
-    for (int r = 0; r < rows; r += kLanes) store(s + r, visible(load(s + r), key, from + r, row + r));
+    const int end = key < range.most || row + rows < key ? rows : key - row;  // the queries after that see it
+    for (int r = 0; r < end; r += kLanes) store(s + r, visible(load(s + r), key, from + r, row + r));
   }
 }
 
 // Of a block of scores the softmax numerators, paired, with the running maximum of each query's scores and the sum of its
 // numerators; the factor that is due to what was there before goes to `fade`. The maximum is taken off before scaling, so
-// that it leaves exactly 0 however large the scores are.
+// that it leaves exactly 0 however large the scores are, and it is renewed only where numerators would exceed 2^8, so that
+// there is seldom anything to rescale.
 void soften(const Problem& p, int columns, const float* scores, Unit* out, float* maximum, float* sums, float* fade) {
   const int R = p.rows;
   const V scale = all(p.scale);
@@ -277,7 +291,8 @@ void soften(const Problem& p, int columns, const float* scores, Unit* out, float
     for (int c = 0; c < columns; c += 4)
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) most[i] = larger(load(s + (long)(c + i) * R), most[i]);
-    const V now = larger(larger(most[0], most[1]), larger(most[2], most[3]));
+    const V found = larger(larger(most[0], most[1]), larger(most[2], most[3]));
+    const V now = (found - before) * scale > all(8) ? found : before;
     const V offset = larger(now, all(-FLT_MAX));  // as -inf less -inf would be a NaN
     const V factor = exp2((before - offset) * scale);
     store(maximum + r, now);
@@ -291,7 +306,7 @@ void soften(const Problem& p, int columns, const float* scores, Unit* out, float
         total[i] = total[i] + e[i];
       }
 #if ATTENTION_PAIRS
-      _mm512_storeu_si512(out + (long)c / 2 * R + r, rounded(e[0], e[1]).paired);
+      _mm512_storeu_si512(out + (long)c / 2 * R + r, rounded_pairs(e[0], e[1]));
 #else
       for (int i = 0; i < 2; ++i) store(out + (long)(c + i) * R + r, e[i]);
 #endif
@@ -341,7 +356,9 @@ void forward(const Problem& p, const Strided<S>* in, S* out, float* lse, int tas
         product(columns, R, D / kPack, k + j * key_block, D / kPack, qt, R, scores, R, false);
         hide(from + row, range, row, column, R, columns, scores);
         soften(p, columns, scores, pattern, maximum, sums, fade);
-        if (add) scale_columns(mixed, D, R, fade);
+        bool fades = false;
+        for (int r = 0; r < R; ++r) fades |= fade[r] != 1;
+        if (add && fades) scale_columns(mixed, D, R, fade);
         product(D, R, columns / kPack, vt + j * key_block, C / kPack, pattern, R, mixed, R, add);
         add = true;
       }

@@ -10,11 +10,13 @@ using gelu::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
 // Queries and keys in a block. The forward computes no more keys than the last query of a block sees, so few queries save
-// work, and rescales with each block of keys, so these are more; the backward has five products to keep in cache.
+// work; many keys rescale less often. The backward has five products to keep in cache, and AMX sums few terms at a loss.
 struct Block {
   int rows, columns;
 };
-constexpr Block kForward{32, 128}, kBackward{64, 64};
+bool uses_tiles(const Tensor& q) { return variant()->tiles && q.scalar_type() == ScalarType::BFloat16; }
+Block forward_block(const Tensor& q) { return {32, uses_tiles(q) ? 256 : 128}; }
+Block backward_block(const Tensor& q) { return {uses_tiles(q) ? 128 : 64, 64}; }
 
 Problem problem(const Tensor& q, const Tensor& k, const MaybeTensor& first, int64_t window, Block block) {
   Problem p{};
@@ -97,7 +99,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_, const Tensor& k_, const Ten
   const Tensor q = side_by_side(q_), k = side_by_side(k_), v = side_by_side(v_);
   Tensor out = token_major(q, q.size(0), q.size(1), q.size(2), q.size(3));
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)}, ScalarType::Float);
-  const Problem p = problem(q, k, first, window, kForward);
+  const Problem p = problem(q, k, first, window, forward_block(q));
   if (q.numel() == 0) return {out, lse};
   if (q.scalar_type() == ScalarType::Float)
     forward_of(variant()->single, p, q, k, v, out, lse);
@@ -133,7 +135,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& g_, const Tensor& q_, 
   const int64_t B = q.size(0), T = q.size(2), D = q.size(3);
   Tensor results[3] = {token_major(q, B, q.size(1), T, D), token_major(q, B, k.size(1), T, D),
                        token_major(q, B, k.size(1), T, D)};
-  const Problem p = problem(q, k, first, window, kBackward);
+  const Problem p = problem(q, k, first, window, backward_block(q));
   if (q.numel() > 0) {
     if (q.scalar_type() == ScalarType::Float)
       backward_of(variant()->single, p, g, q, k, v, out, lse, results);
