@@ -431,7 +431,7 @@ void backward(const Problem& p, const Strided<S>* in, const Strided<S>& out, con
     pack_transposed(out.at(b, h) + row * out.t, out.t, count, R, D, ot, (Unit*)nullptr, spare);
     for (int r = 0; r < R; r += kLanes) {
       V total = all(0);
-      for (int d = 0; d < D / kPack; ++d) total = multiply(several(gtn + (long)d * R + r), several(ot + (long)d * R + r), total);
+      for (long at = r; at < row_block; at += R) total = multiply(several(gtn + at), several(ot + at), total);
       store(less + (long)n * R + r, total);
     }
     for (int r = 0; r < R; ++r) minus[(long)n * R + r] = r < count ? -lse[((long)b * p.H + h) * T + row + r] : 0;
