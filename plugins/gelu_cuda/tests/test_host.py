@@ -70,7 +70,7 @@ def variants(text: str) -> list[str]:
 
 def test_attention(tmp_path):
     """With AMX's tiles in plain loops, where the processor has at least AVX-512 with bfloat16 for the rest."""
-    done = build_and_run(tmp_path, None, "host_attention.cpp", *BOTH, "-DATTENTION_EMULATE_TILES")
+    done = build_and_run(tmp_path, None, "host_attention.cpp", *BOTH, "-DEMULATE_TILES")
     assert done.returncode == 0, done.stdout + done.stderr[:2000]
     names = variants(done.stdout)
     assert names in (["avx2"], ["avx2", "avx512"], ["avx2", "avx512", "avx512_bf16", "amx"], [])

@@ -10,10 +10,7 @@
 #include <new>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "tiles.h"
 
 // Each variant is compiled under a target pragma of GCC, and the file runs on any x86-64. Elsewhere there is none.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
@@ -22,6 +19,61 @@
 #endif
 
 #define ATTENTION_FN inline __attribute__((always_inline))
+
+#ifdef ATTENTION_X86
+// C[M,N] (+)= A[M,K] B[K,N] with AMX: M, N, K multiples of 16, K counts pairs of bfloat16.
+namespace tiles {
+template <int M, int N>
+ATTENTION_FN void block(int K, const uint32_t* a, long lda, const uint32_t* b, long ldb, float* c, long ldc, bool add) {
+  if (add) {
+    TILE_LOAD(0, c, ldc * 4);
+    if (N > 1) TILE_LOAD(1, c + 16, ldc * 4);
+    if (M > 1) TILE_LOAD(2, c + 16 * ldc, ldc * 4);
+    if (M > 1 && N > 1) TILE_LOAD(3, c + 16 * ldc + 16, ldc * 4);
+  } else {
+    TILE_ZERO(0);
+    if (N > 1) TILE_ZERO(1);
+    if (M > 1) TILE_ZERO(2);
+    if (M > 1 && N > 1) TILE_ZERO(3);
+  }
+  for (int k = 0; k < K; k += 16) {
+    TILE_LOAD(4, a + k, lda * 4);
+    TILE_LOAD(6, b + k * ldb, ldb * 4);
+    TILE_MULTIPLY(0, 4, 6);
+    if (M > 1) {
+      TILE_LOAD(5, a + 16 * lda + k, lda * 4);
+      TILE_MULTIPLY(2, 5, 6);
+    }
+    if (N > 1) {
+      TILE_LOAD(7, b + k * ldb + 16, ldb * 4);
+      TILE_MULTIPLY(1, 4, 7);
+      if (M > 1) TILE_MULTIPLY(3, 5, 7);
+    }
+  }
+  TILE_STORE(0, c, ldc * 4);
+  if (N > 1) TILE_STORE(1, c + 16, ldc * 4);
+  if (M > 1) TILE_STORE(2, c + 16 * ldc, ldc * 4);
+  if (M > 1 && N > 1) TILE_STORE(3, c + 16 * ldc + 16, ldc * 4);
+}
+
+inline void product(int M, int N, int K, const uint32_t* a, long lda, const uint32_t* b, long ldb, float* c, long ldc,
+                    bool add) {
+  for (int n = 0; n < N; n += 32)
+    for (int m = 0; m < M; m += 32) {
+      const uint32_t *x = a + m * lda, *y = b + n;
+      float* z = c + m * ldc + n;
+      if (M - m > 16 && N - n > 16)
+        block<2, 2>(K, x, lda, y, ldb, z, ldc, add);
+      else if (M - m > 16)
+        block<2, 1>(K, x, lda, y, ldb, z, ldc, add);
+      else if (N - n > 16)
+        block<1, 2>(K, x, lda, y, ldb, z, ldc, add);
+      else
+        block<1, 1>(K, x, lda, y, ldb, z, ldc, add);
+    }
+}
+}  // namespace tiles
+#endif
 
 namespace attention {
 
@@ -75,132 +127,6 @@ class Arena {
 };
 
 #ifdef ATTENTION_X86
-// C[M,N] (+)= A[M,K] B[K,N] with AMX: M, N, K multiples of 16, K counts pairs of bfloat16.
-namespace tiles {
-#ifdef ATTENTION_EMULATE_TILES  // so that the loops can be tested where the processor has no tiles
-struct Tile {
-  float f[16][16];
-};
-inline Tile& at(int i) {
-  static thread_local Tile all[8];
-  return all[i];
-}
-inline void load(int i, const void* p, long stride) {
-  for (int r = 0; r < 16; ++r) memcpy(at(i).f[r], (const char*)p + r * stride, 64);
-}
-inline void store(int i, void* p, long stride) {
-  for (int r = 0; r < 16; ++r) memcpy((char*)p + r * stride, at(i).f[r], 64);
-}
-inline void multiply(int c, int a, int b) {
-  for (int m = 0; m < 16; ++m)
-    for (int k = 0; k < 16; ++k)
-      for (int n = 0; n < 16; ++n)
-        for (int h = 0; h < 2; ++h) {
-          uint16_t x[2], y[2];
-          memcpy(x, &at(a).f[m][k], 4);
-          memcpy(y, &at(b).f[k][n], 4);
-          const uint32_t xb = (uint32_t)x[h] << 16, yb = (uint32_t)y[h] << 16;
-          float xf, yf;
-          memcpy(&xf, &xb, 4);
-          memcpy(&yf, &yb, 4);
-          at(c).f[m][n] += xf * yf;
-        }
-}
-#define ATTENTION_LOAD(i, p, stride) load(i, p, stride)
-#define ATTENTION_STORE(i, p, stride) store(i, p, stride)
-#define ATTENTION_ZERO(i) (at(i) = Tile{})
-#define ATTENTION_MULTIPLY(c, a, b) multiply(c, a, b)
-inline void begin() {}
-inline void end() {}
-inline bool available() { return true; }
-#pragma GCC push_options
-#else
-#pragma GCC push_options
-#pragma GCC target("amx-tile,amx-bf16")
-// GCC's own intrinsics say too little of what they read: 8 bytes of the configuration, nothing of a tile. The clobbers
-// keep the stores before them.
-#define ATTENTION_LOAD(i, p, stride) \
-  __asm__ volatile("tileloadd\t(%0,%1,1), %%tmm" #i ::"r"((const void*)(p)), "r"((long)(stride)) : "memory")
-#define ATTENTION_STORE(i, p, stride) \
-  __asm__ volatile("tilestored\t%%tmm" #i ", (%0,%1,1)" ::"r"((void*)(p)), "r"((long)(stride)) : "memory")
-#define ATTENTION_ZERO(i) _tile_zero(i)
-#define ATTENTION_MULTIPLY(c, a, b) _tile_dpbf16ps(c, a, b)
-// Eight tiles of 16 rows of 64 bytes. Other libraries set tiles up for themselves, so this is done for every task.
-inline void begin() {
-  struct alignas(64) {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  } config;
-  __asm__ volatile("ldtilecfg\t%0" ::"m"(config) : "memory");
-}
-inline void end() { _tile_release(); }
-// Whether the processor has AMX with bfloat16, and the kernel lets this process use it.
-inline bool available() {
-#if defined(__linux__) && defined(SYS_arch_prctl)
-  unsigned a, b, c, d;
-  __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
-  const bool has = (d >> 22 & 1) && (d >> 24 & 1);
-  constexpr long kRequest = 0x1023, kTileData = 18;
-  return has && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-#endif
-
-template <int M, int N>
-ATTENTION_FN void block(int K, const uint32_t* a, long lda, const uint32_t* b, long ldb, float* c, long ldc, bool add) {
-  if (add) {
-    ATTENTION_LOAD(0, c, ldc * 4);
-    if (N > 1) ATTENTION_LOAD(1, c + 16, ldc * 4);
-    if (M > 1) ATTENTION_LOAD(2, c + 16 * ldc, ldc * 4);
-    if (M > 1 && N > 1) ATTENTION_LOAD(3, c + 16 * ldc + 16, ldc * 4);
-  } else {
-    ATTENTION_ZERO(0);
-    if (N > 1) ATTENTION_ZERO(1);
-    if (M > 1) ATTENTION_ZERO(2);
-    if (M > 1 && N > 1) ATTENTION_ZERO(3);
-  }
-  for (int k = 0; k < K; k += 16) {
-    ATTENTION_LOAD(4, a + k, lda * 4);
-    ATTENTION_LOAD(6, b + k * ldb, ldb * 4);
-    ATTENTION_MULTIPLY(0, 4, 6);
-    if (M > 1) {
-      ATTENTION_LOAD(5, a + 16 * lda + k, lda * 4);
-      ATTENTION_MULTIPLY(2, 5, 6);
-    }
-    if (N > 1) {
-      ATTENTION_LOAD(7, b + k * ldb + 16, ldb * 4);
-      ATTENTION_MULTIPLY(1, 4, 7);
-      if (M > 1) ATTENTION_MULTIPLY(3, 5, 7);
-    }
-  }
-  ATTENTION_STORE(0, c, ldc * 4);
-  if (N > 1) ATTENTION_STORE(1, c + 16, ldc * 4);
-  if (M > 1) ATTENTION_STORE(2, c + 16 * ldc, ldc * 4);
-  if (M > 1 && N > 1) ATTENTION_STORE(3, c + 16 * ldc + 16, ldc * 4);
-}
-
-inline void product(int M, int N, int K, const uint32_t* a, long lda, const uint32_t* b, long ldb, float* c, long ldc,
-                    bool add) {
-  for (int n = 0; n < N; n += 32)
-    for (int m = 0; m < M; m += 32) {
-      const uint32_t *x = a + m * lda, *y = b + n;
-      float* z = c + m * ldc + n;
-      if (M - m > 16 && N - n > 16)
-        block<2, 2>(K, x, lda, y, ldb, z, ldc, add);
-      else if (M - m > 16)
-        block<2, 1>(K, x, lda, y, ldb, z, ldc, add);
-      else if (N - n > 16)
-        block<1, 2>(K, x, lda, y, ldb, z, ldc, add);
-      else
-        block<1, 1>(K, x, lda, y, ldb, z, ldc, add);
-    }
-}
-#pragma GCC pop_options
-}  // namespace tiles
-
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,bmi2")
 #define ATTENTION_ISA 256
@@ -231,11 +157,6 @@ namespace amx {
 #include "attention_body.h"
 }
 #pragma GCC pop_options
-#else
-namespace tiles {
-inline void begin() {}
-inline void end() {}
-}  // namespace tiles
 #endif
 
 template <class S>
