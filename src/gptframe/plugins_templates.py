@@ -106,9 +106,10 @@ class {Class}:
         pass
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        if dtype not in (torch.float32, torch.bfloat16) or x.dtype == torch.float64:
+        device = x.device.type
+        if device not in ("cpu", "cuda") or x.dtype not in (torch.float32, torch.bfloat16):
             return None  # torch computes it
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         y = Product.apply(x.to(dtype), weight.to(dtype))
         return y if bias is None else y + bias.to(dtype)
 
