@@ -79,7 +79,10 @@ def test_attention(tmp_path):
 @pytest.mark.parametrize(
     "old,new",
     [
-        ("visible(load(s + r), key, from + r, row + r)", "visible(load(s + r), key, from + r, row + r + 1)"),  # a token sees the next one
+        (
+            "visible(load(s + r), key, from + r, row + r)",
+            "visible(load(s + r), key, from + r, row + r + 1)",
+        ),  # a token sees the next one
         ("queries * row_block);   // [R / kPack, D] each", "queries * row_block - 16);"),
         ("load(products + at + i * R)", "load(products + at)"),
     ],

@@ -33,7 +33,9 @@ def relative(a, b):
 
 
 @amx
-@pytest.mark.parametrize("rows,wide,narrow", [(64, 16, 16), (100, 77, 33), (65, 1, 1), (5000, 40, 100), (496, 3000, 64)])
+@pytest.mark.parametrize(
+    "rows,wide,narrow", [(64, 16, 16), (100, 77, 33), (65, 1, 1), (5000, 40, 100), (496, 3000, 64)]
+)
 def test_gradients_are_summed_in_float32(rows, wide, narrow):
     grad, x = matrices(rows, wide, narrow)
     weight, bias = P.weight_gradient(grad, x)
@@ -148,7 +150,14 @@ def step(model):
 @amx
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["attention=gqa", "activation=swiglu"], ["model.tie_head=false"], ["activation=gelu_cuda"], ["norm_placement=post"]],
+    [
+        [],
+        ["attention=gqa", "activation=swiglu"],
+        ["model.tie_head=false"],
+        ["activation=gelu_cuda"],
+        ["activation=gelu_cuda", "model.activation.save=input"],
+        ["norm_placement=post"],
+    ],
     ids=lambda o: "".join(o) or "plain",
 )
 def test_a_model_has_the_loss_and_gradients_of_torch(overrides, monkeypatch):

@@ -13,8 +13,10 @@ class Activation(nn.Module):
 
     A class may offer `forward_with_bias(x, bias)`, the same as `forward(x + bias)` in one pass, and `forward_mlp(x,
     up_weight, up_bias, down_weight, down_bias)`, the whole MLP; the MLP then uses it. An offer that is None is none.
-    `forward_mlp` is left aside where a linear backend multiplies by the matrices (`model.linear.backend`), unless
-    `forward_mlp_option` names the option with which a person asked for it, as in "save=input": then both are refused.
+    Where a linear backend multiplies by the matrices (`model.linear.backend`), `forward_mlp_through(backend, x, ...)`
+    is used, with the same weights and a `gptframe.model.linear.LinearBackend`. Without it `forward_mlp` is left aside,
+    unless `forward_mlp_option` names the option with which a person asked for it, as in "epilogue=true": then both are
+    refused.
     """
 
     inputs = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptframe.config import ModelConfig
@@ -52,6 +53,16 @@ class LinearBackend:
                 return found
         got = ", ".join(_words(t) for t in found) if isinstance(found, tuple) else _words(found)
         raise self._broken(got, f"from backward() for x{list(x.shape)} and weight{list(weight.shape)}")
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`product`, or torch's."""
+        y = self.product(x, weight, bias)
+        return F.linear(x, weight, bias) if y is None else y
+
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """`backward`, or torch's."""
+        both = self.backward(grad, x, weight)
+        return (grad @ weight.to(grad.dtype), grad.T @ x) if both is None else both
 
     def manifest(self) -> dict[str, str]:
         """What the backend says of what ran, for the manifest of a run; nothing where it says nothing."""

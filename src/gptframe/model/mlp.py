@@ -34,8 +34,9 @@ class MLP(nn.Module):
         self.gate = with_role(nn.Linear(cfg.d_model, cfg.hidden, bias=bias), "hidden") if gated else None
         self.down = with_role(nn.Linear(cfg.hidden, cfg.d_model, bias=bias), "residual")
         self.offers_whole = not gated and self._offers("forward_mlp")
+        self.offers_through = not gated and self._offers("forward_mlp_through")
         option = getattr(self.activation, "forward_mlp_option", None)
-        if self.offers_whole and option and cfg.linear.backend != "torch":
+        if self.offers_whole and not self.offers_through and option and cfg.linear.backend != "torch":
             raise UserError(
                 f"model.activation.{option} multiplies by the MLP's matrices itself, and so would "
                 f"model.linear.backend={cfg.linear.backend}: leave one of them out"
@@ -52,13 +53,21 @@ class MLP(nn.Module):
         return self.offers_whole and type(self.up) is type(self.down) is nn.Linear
 
     @property
+    def through(self) -> bool:
+        """Whether the activation computes the whole MLP with the products of the linear backend."""
+        return self.offers_through and type(self.up) is type(self.down) is Linear
+
+    @property
     def fused(self) -> bool:
         """Whether the activation adds the bias."""
         return self.offers_fused and type(self.up) in (nn.Linear, Linear)
 
     def forward(self, x: Tensor, ctx: object) -> Tensor:
-        if self.whole:
-            return self.activation.forward_mlp(x, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
+        if self.whole or self.through:
+            weights = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
+            if self.whole:
+                return self.activation.forward_mlp(x, *weights)
+            return self.activation.forward_mlp_through(self.down.backend, x, *weights)
         if self.fused:
             h = F.linear(x, self.up.weight) if type(self.up) is nn.Linear else self.up.unbiased(x)
             h = self.activation.forward_with_bias(h, self.up.bias)

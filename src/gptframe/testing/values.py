@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gptframe.errors import UserError
 from gptframe.model.context import Context
+from gptframe.model.linear import LinearBackend
 from gptframe.testing.kit import MODEL_KINDS, Failure, Skip, check, raised
 from gptframe.testing.subject import Harness, Subject, randomized, run, set_mode, shape
 
@@ -303,19 +304,22 @@ def _put_back(state: dict[str, Any]) -> None:
 
 @check("activation")
 def offers(s: Subject) -> str:
-    """forward_with_bias and forward_mlp, where offered, give what forward gives"""
+    """forward_with_bias, forward_mlp and forward_mlp_through, where offered, give what forward gives"""
     core: Any = s.build().core
-    offered = [name for name in ("forward_with_bias", "forward_mlp") if getattr(core, name, None) is not None]
+    names = ("forward_with_bias", "forward_mlp", "forward_mlp_through")
+    offered = [name for name in names if getattr(core, name, None) is not None]
     if not offered:
-        raise Skip("offers neither")
+        raise Skip("offers none")
     d, hidden = s.cfg.d_model, s.cfg.hidden
     generator = torch.Generator().manual_seed(5)
     x, up, bias, down, out = (
         torch.randn(n, generator=generator) * 0.3 for n in ((2, 3, d), (hidden, d), (hidden,), (d, hidden), (d,))
     )
+    torchs, whole = LinearBackend("torch", s.cfg), core(x @ up.T + bias) @ down.T + out
     wanted = {
         "forward_with_bias": lambda: (core.forward_with_bias(x @ up.T, bias), core(x @ up.T + bias)),
-        "forward_mlp": lambda: (core.forward_mlp(x, up, bias, down, out), core(x @ up.T + bias) @ down.T + out),
+        "forward_mlp": lambda: (core.forward_mlp(x, up, bias, down, out), whole),
+        "forward_mlp_through": lambda: (core.forward_mlp_through(torchs, x, up, bias, down, out), whole),
     }
     for name in offered:
         got, plain = wanted[name]()

@@ -3,13 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from gptframe_gelu_cuda import backend as backends
 from gptframe_gelu_cuda import ops
+
+
+class _GeluLinear(torch.autograd.Function):
+    """linear(gelu(h + bias), weight, out_bias) with a linear backend's products, keeping h and no other activation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, bias: Tensor | None, weight: Tensor, out_bias: Tensor | None, linear: Any
+    ) -> Tensor:
+        ctx.save_for_backward(h, bias, weight)
+        ctx.linear, ctx.out_dtype = linear, None if out_bias is None else out_bias.dtype
+        return linear.linear(ops.gelu(h) if bias is None else ops.bias_gelu(h, bias), weight, out_bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        h, bias, weight = ctx.saved_tensors
+        rows, y = grad.reshape(-1, grad.shape[-1]), ops.activated_again(h, bias)
+        to_y, to_weight = ctx.linear.gradients(rows, y.reshape(-1, y.shape[-1]), weight)
+        del y
+        if bias is None:
+            to_h, to_bias = torch.ops.gptframe_gelu.gelu_backward(to_y.view_as(h), h), None
+        else:
+            to_h, to_bias = torch.ops.gptframe_gelu.bias_gelu_backward(to_y.view_as(h), h, bias)
+        to_out = None if ctx.out_dtype is None else rows.sum(0).to(ctx.out_dtype)
+        return to_h, to_bias, to_weight.to(weight.dtype), to_out, None
 
 
 class GeluCuda(nn.Module):
@@ -79,11 +107,14 @@ class GeluCuda(nn.Module):
         return self._saving_input if self.save == "input" else None
 
     @property
+    def forward_mlp_through(self) -> Callable[..., Tensor] | None:
+        """The same with another's products: a function (linear backend, x, ...) -> [..., M], or None."""
+        return self._saving_input_through if self.save == "input" else None
+
+    @property
     def forward_mlp_option(self) -> str | None:
-        """The option that asks for `forward_mlp`; None where none does."""
-        if self.epilogue:
-            return "epilogue=true"
-        return "save=input" if self.save == "input" else None
+        """The option that asks for `forward_mlp` alone; None where none does."""
+        return "epilogue=true" if self.epilogue else None
 
     def _through_cublaslt(self, x: Tensor, *projections: Tensor | None) -> Tensor:
         from gptframe_gelu_cuda import epilogue as cublaslt
@@ -96,6 +127,21 @@ class GeluCuda(nn.Module):
     ) -> Tensor:
         self._check_device(x)
         return ops.bias_gelu_linear(F.linear(x, up_weight), up_bias, down_weight, down_bias)
+
+    def _saving_input_through(
+        self,
+        linear: Any,
+        x: Tensor,
+        up_weight: Tensor,
+        up_bias: Tensor | None,
+        down_weight: Tensor,
+        down_bias: Tensor | None,
+    ) -> Tensor:
+        self._check_device(x)
+        h = linear.linear(x, up_weight)
+        if ops.transformed():
+            return linear.linear(ops.gelu(h) if up_bias is None else ops.bias_gelu(h, up_bias), down_weight, down_bias)
+        return _GeluLinear.apply(h, up_bias, down_weight, down_bias, linear)
 
     def manifest(self) -> dict[str, str]:
         """What ran, for the run's manifest: device type -> implementation and where it came from."""

@@ -187,6 +187,16 @@ def _activate(x: Tensor, bias: Tensor | None) -> Tensor:
     return _ops.gelu(x) if bias is None else _ops.bias_gelu(x, bias)
 
 
+def activated_again(x: Tensor, bias: Tensor | None) -> Tensor:
+    """gelu(x + bias) in a backward pass; torch.compile would take `gelu` for the forward pass's, and keep that."""
+    return _ops.activated_again(x, bias)
+
+
+_library.define("activated_again(Tensor x, Tensor? bias) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("activated_again", _activate, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{_NAMESPACE}::activated_again", lambda x, bias: _activate(x, bias), lib=_library)
+
+
 def _check_linear(x: Tensor, bias: Tensor | None, weight: Tensor, out_bias: Tensor | None) -> None:
     _check(x)
     if bias is not None:

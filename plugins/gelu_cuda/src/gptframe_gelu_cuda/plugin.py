@@ -45,7 +45,7 @@ def flash_cpu(cfg: ModelConfig) -> Any:
 
 @register("linear_backend", "amx")
 def amx(cfg: ModelConfig) -> Any:
-    """Linear layers in bfloat16 training on a CPU with AMX: gradients of weights through a compiled kernel, in float32."""
+    """Linear layers in bfloat16 training on a CPU with AMX: a compiled kernel for the gradients of weights."""
     from gptframe_gelu_cuda.backend import BackendError
     from gptframe_gelu_cuda.product import AMX
 

@@ -1,8 +1,8 @@
 """The linear backend `amx`: gradients of weights in bfloat16 training on a CPU, and the operator gptframe_product.
 
-PyTorch's products take the processor's AMX units to what they can do, but for one of the three that a linear layer needs:
-the gradient of its weight, whose depth runs across the rows of both matrices, takes twice as long there. And autocast
-keeps a bfloat16 copy of every weight, and gives its gradient in bfloat16; here both stay in float32.
+PyTorch's products take the processor's AMX units to what they can do, but for one of the three that a linear layer
+needs: the gradient of its weight, whose depth runs across the rows of both matrices, takes twice as long there. And
+autocast keeps a bfloat16 copy of every weight, and gives its gradient in bfloat16; here both stay in float32.
 """
 
 from __future__ import annotations
@@ -21,15 +21,41 @@ log = logging.getLogger("gptframe.amx")
 
 _NAMESPACE = "gptframe_product"
 _library = torch.library.Library(_NAMESPACE, "DEF")
-_library.define(
-    "weight_gradient(Tensor grad, Tensor x) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,)
-)
+for _schema in (
+    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    "input_gradient(Tensor grad, Tensor weight) -> Tensor",
+    "weight_gradient(Tensor grad, Tensor x) -> (Tensor, Tensor)",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 _ops = torch.ops.gptframe_product
 LEAST_ROWS = 64  # with fewer, packing both sides costs more than the product
 
 
+# Torch's products, as operators of their own: torch.compile would else keep the cast weight from forward to backward.
+def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _torch_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    return grad @ weight.to(grad.dtype)
+
+
+_library.impl("linear", _torch_linear, "CompositeExplicitAutograd")
+_library.impl("input_gradient", _torch_input_gradient, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake(f"{_NAMESPACE}::linear", lib=_library)
+def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.register_fake(f"{_NAMESPACE}::input_gradient", lib=_library)
+def _fake_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    return grad.new_empty((*grad.shape[:-1], weight.shape[1]))
+
+
 @torch.library.register_fake(f"{_NAMESPACE}::weight_gradient", lib=_library)
-def _fake(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_weight_gradient(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     single = {"dtype": torch.float32}
     return grad.new_empty((grad.shape[1], x.shape[1]), **single), grad.new_empty((grad.shape[1],), **single)
 
@@ -58,13 +84,13 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return _ops.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        to_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        to_x = _ops.input_gradient(grad, weight) if ctx.needs_input_grad[0] else None
         to_weight = to_bias = None
         if any(ctx.needs_input_grad[1:]):
             rows, given = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -103,7 +129,7 @@ class AMX(nn.Module):
         """The gradients of x[rows, in] and of weight[out, in], the latter in float32, from grad[rows, out]."""
         if grad.shape[0] < LEAST_ROWS or not self._takes(grad):
             return None
-        return grad @ weight.to(grad.dtype), _ops.weight_gradient(grad, x)[0]
+        return _ops.input_gradient(grad, weight), _ops.weight_gradient(grad, x)[0]
 
     def _takes(self, x: Tensor) -> bool:
         if x.device.type == "cpu" and x.dtype == torch.bfloat16:
