@@ -115,13 +115,45 @@ def build_pair(name: str, given: str, a) -> tuple[Side, Side | Process, str, int
 
 
 def alone(name: str, given: str, which: str, a) -> None:
-    """Three steps of one side, and the most memory that this process has held."""
-    pair = build_pair(name, given, a)
-    side = pair[0] if which == "ours" else pair[1]
-    del pair
-    for _ in range(3):
-        side.step()
-    print(json.dumps({"bytes": side.most_held()}))
+    """One side, in a process of its own: what it is, and then a step for each line that comes in."""
+    try:
+        ours, theirs, version, parameters = build_pair(name, given, a)
+    except (ValueError, ImportError) as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    side = ours if which == "ours" else theirs
+    del ours, theirs
+    print(json.dumps({"version": version, "parameters": parameters}), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps({"loss": side.step(), "bytes": side.most_held()}), flush=True)
+
+
+class Apart:
+    """One side in a process of its own, which waits while the other one works."""
+
+    def __init__(self, name: str, given: str, which: str):
+        command = [sys.executable, __file__, *sys.argv[1:], "--alone", f"{name}={given}", which]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.bytes = 0
+        self.about = self._answer()
+
+    def _answer(self) -> dict:
+        line = self.process.stdout.readline()
+        found = json.loads(line) if line else {"error": "its process ended"}
+        if "error" in found:
+            raise ValueError(found["error"])
+        return found
+
+    def step(self) -> float:
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        done = self._answer()
+        self.bytes = done["bytes"]
+        return done["loss"]
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
 
 
 def most_held() -> int:
@@ -136,9 +168,11 @@ def most_held() -> int:
 def memory(name: str, given: str) -> dict[str, float]:
     found = {}
     for which in ("ours", "theirs"):
-        command = [sys.executable, __file__, *sys.argv[1:], "--alone", f"{name}={given}", which]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found[which] = json.loads(done.stdout.splitlines()[-1])["bytes"] / 2**30
+        side = Apart(name, given, which)
+        for _ in range(3):
+            side.step()
+        side.close()
+        found[which] = side.bytes / 2**30
     return found
 
 
@@ -160,8 +194,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--apart", action="store_true", help="each side in a process of its own, with its memory")
     parser.add_argument(
-        "--reuse-memory", action="store_true", help="both sides with malloc as trainer.reuse_memory sets it"
+        "--reuse-memory",
+        nargs="?",
+        const="both",
+        choices=("both", "ours"),
+        help="malloc as trainer.reuse_memory sets it, for both sides, or with --apart for ours",
     )
     parser.add_argument(
         "--memory", action="store_true", help="also measure the peak of each side in a process of its own"
@@ -170,8 +209,12 @@ def main() -> None:
     parser.add_argument("--png", metavar="FILE")
     parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)
     a = parser.parse_args()
+    if a.reuse_memory == "ours" and not a.apart:
+        parser.error("--reuse-memory ours needs --apart: malloc is set up for a whole process")
     torch.set_num_threads(a.threads)
-    with reused_memory(a.reuse_memory, torch.device(a.device).type):
+    side = a.alone[1] if a.alone else "both"
+    wanted = a.reuse_memory == "both" or (a.reuse_memory == "ours" and side == "ours")
+    with reused_memory(wanted, torch.device(a.device).type):
         compare(a)
 
 
@@ -185,14 +228,18 @@ def compare(a) -> None:
     print(f"{where}, {platform.system()}, load {load:.1f} before the start")
     print(
         f"{a.model} {' '.join(a.size)}, batch {a.batch}, {a.precision}, compiled: {a.compile}, {a.rounds} rounds"
-        + (", memory reused" if a.reuse_memory else "")
+        + (f", memory reused: {a.reuse_memory}" if a.reuse_memory else "")
     )
     print(f"{'peer':<24} {'gptframe':>9} {'peer':>9} tokens/s  {'ratio':<20} {'losses':<20} memory")
     rows = []
     for text in a.peer or ["transformers"]:
         name, _, given = text.partition("=")
         try:
-            ours, theirs, version, parameters = build_pair(name, given, a)
+            if a.apart:
+                ours, theirs = Apart(name, given, "ours"), Apart(name, given, "theirs")
+                version, parameters = ours.about["version"], ours.about["parameters"]
+            else:
+                ours, theirs, version, parameters = build_pair(name, given, a)
         except (ValueError, ImportError) as error:
             print(f"{name:<24} not compared: {error}")
             continue
@@ -209,8 +256,12 @@ def compare(a) -> None:
             "seconds": {k: t.seconds for k, t in times.items()},
             "ratio": {"lower": low, "median": middle, "upper": high},
         }  # fmt: skip
+        if a.apart:
+            ours.close()
+            theirs.close()
+            row["memory_gib"] = {"ours": ours.bytes / 2**30, "theirs": theirs.bytes / 2**30}
         del ours, theirs
-        if a.memory:
+        if a.memory and not a.apart:
             row["memory_gib"] = memory(name, given)
         rows.append(row)
         speed, held = row["tokens_per_second"], row.get("memory_gib")
