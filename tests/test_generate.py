@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
@@ -263,6 +264,29 @@ def test_the_layout_in_memory_changes_nothing_else() -> None:
     half = small().bfloat16()
     lay_out(half)
     assert all(p.is_contiguous() for p in half.parameters())
+
+
+def test_a_fused_optimizer_trains_on_what_was_laid_out() -> None:
+    """torch's fused optimisers know no gaps between columns, nor moments in an order other than the parameter's."""
+    model, other = (small("gqa", activation={"name": "swiglu"}).float() for _ in range(2))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3, fused=True) for m in (model, other)]
+
+    def train(trained: GPT, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        trained(ids, None, ids).backward()
+        optimizer.step()
+
+    ids = torch.tensor([[1, 2, 3, 4]])
+    train(model, optimizers[0])
+    other.load_state_dict(model.state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    lay_out(other)
+    for _ in range(2):
+        train(model, optimizers[0])
+        train(other, optimizers[1])
+    for (name, a), (_, b) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4), name
+    assert generate(model, [1, 2], 12, temperature=0) == generate(other, [1, 2], 12, temperature=0)
 
 
 def test_streamed_matrices_give_the_same_tokens_and_gradients(monkeypatch) -> None:

@@ -155,7 +155,8 @@ def lay_side_by_side(parameters: Sequence[Tensor], streamed: bool = False) -> No
         streamed: the order that `product` wants for streamed matrices.
 
     Values, shapes, dtype and device stay as they are. What gives a parameter memory of its own again (`.to`, assigning
-    to `.data`) parts it from the others and does no harm.
+    to `.data`) parts it from the others and does no harm. The first gradient does so: torch's fused optimisers write to
+    memory as if a parameter, its gradient and its moments were of one order and without gaps.
 
     MKL multiplies a float32 matrix [out, in] by one vector up to twice as fast if the longer side is contiguous
     (docs/generate-evaluate.md has the numbers); products with many vectors do not care. In bfloat16 the order of
@@ -168,6 +169,13 @@ def lay_side_by_side(parameters: Sequence[Tensor], streamed: bool = False) -> No
                 whole = whole.t().contiguous().t()
         for parameter, own in zip(parameters, whole.split([p.shape[0] for p in parameters]), strict=True):
             parameter.data = own
+            if parameter.requires_grad and not own.is_contiguous():
+                parameter.register_post_accumulate_grad_hook(_lay_by_itself)
+
+
+def _lay_by_itself(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.data, parameter.grad = parameter.data.contiguous(), parameter.grad.contiguous()
 
 
 def _plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
