@@ -128,6 +128,15 @@ def test_rows_end_on_their_own() -> None:
         assert new.reason == ("end" if end in full else "length")
 
 
+def test_the_longest_text_may_leave_first() -> None:
+    """The others go on up to the context and past it, though the cache is full of their padding before."""
+    model, n = small(), 2 * C
+    prompts = [list(range(C - 1)), [3], [1, 2, 3, 4]]
+    alone = [generate(model, prompt, n, temperature=0) for prompt in prompts]
+    found = generate_batch(model, prompts, n, Sampling(temperature=0), on_token=lambda row, token: row == 0)
+    assert [new.ids for new in found] == [alone[0][:1], *alone[1:]]
+
+
 def test_a_seed_gives_a_sample_whatever_is_beside_it() -> None:
     model = small()
     prompts = [[3], [1, 2, 3, 4], [5, 9, 2]]

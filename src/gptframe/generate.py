@@ -188,7 +188,9 @@ class Reader:
         starts = [view_start(len(text), context) for text in texts]
         if not self.incremental:  # a sublayer of a plugin's: each text alone, whole
             return torch.cat([self._read([text[s:]], None) for text, s in zip(texts, starts, strict=True)])
-        if self._cache is not None and starts == self._starts:
+        # A text that has left may have been longer than all others, so that the cache is full of their padding: then
+        # they are read anew.
+        if self._cache is not None and starts == self._starts and len(self._cache) < context:
             ctx = Context(cache=self._cache)
             if self._padded:
                 here = [[len(text) - 1 - start] for text, start in zip(texts, starts, strict=True)]
