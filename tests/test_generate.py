@@ -189,6 +189,8 @@ def test_the_filters_by_hand() -> None:
     assert drawn(temperature=0.5) == pytest.approx([s / sum(squares) for s in squares])
     assert drawn(temperature=1e-30) == pytest.approx([1, 0, 0, 0, 0])
     assert drawn(temperature=1e30) == pytest.approx([0.2] * 5)
+    for options in ({"temperature": 1e-50}, {"top_p": 1e-50}):  # 0 in float32
+        assert probabilities(P.log().float(), Sampling(**options)).argwhere().tolist() == [[0, 0]]
     # top-k of 3 leaves 0.9; top-p 0.6 of that needs 0.54, reached by 0.5 + 0.25
     assert drawn(top_k=3, top_p=0.6) == pytest.approx([2 / 3, 1 / 3, 0, 0, 0])
 

@@ -17,6 +17,8 @@ from gptframe.model.call import STREAMED_BYTES, lay_side_by_side, streams
 from gptframe.model.head import Head
 from gptframe.model.mlp import MLP
 
+TINY = torch.finfo(torch.float32).tiny
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -247,15 +249,15 @@ def choose(
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """What is drawn from, [R,V]; the rows need not sum to 1."""
-    # Relative to the best first: a small temperature must not make infinities of large logits.
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
+    # Relative to the best first: a small temperature must not make infinities of large logits, nor be rounded to 0.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(sampling.temperature, TINY)
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         bound = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < bound, float("-inf"))
     p = torch.softmax(logits, dim=-1)
     if sampling.top_p is not None:
         ordered, order = p.sort(dim=-1, descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= sampling.top_p  # the token that reaches p stays
+        beyond = ordered.cumsum(-1) - ordered >= max(sampling.top_p, TINY)  # the token that reaches p stays
         p = p.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), 0.0)
     if sampling.min_p is not None:
         p = p.masked_fill(p < sampling.min_p * p.amax(dim=-1, keepdim=True), 0.0)
