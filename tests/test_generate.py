@@ -425,6 +425,8 @@ def test_three_lines_in_a_notebook(run: Path) -> None:
     assert three == [model.generate("I", seed=4 + i, max_new_tokens=8) for i in range(3)] and len(set(three)) > 1
     assert model.generate([1, 4], max_new_tokens=5, temperature=0) == both[0]
     assert "".join(model.stream("I", 12, seed=3)) == model.generate("I", 12, seed=3).removeprefix("I")
+    with pytest.raises(UserError, match="--max-new-tokens -1"):
+        next(model.stream("I", -1))
     assert "LoadedModel(mini:" in repr(model)
 
 

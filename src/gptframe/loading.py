@@ -18,6 +18,7 @@ from gptframe.generate import (
     Sampling,
     TextStream,
     check_prompt,
+    check_sampling,
     choose,
     generate_batch,
     lay_out,
@@ -139,6 +140,7 @@ class LoadedModel:
     ) -> Iterator[str]:
         """The continuation in pieces, as its tokens are drawn: the same text as `generate` with the same options."""
         settings, ids, generator = _sampling(sampling), self.encode(prompt), _generator(seed)
+        check_sampling(max_new_tokens, settings.temperature)
         text = TextStream(self, ids, _stops(stop))
         was_training = self.model.training
         self.model.eval()
