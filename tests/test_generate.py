@@ -357,6 +357,21 @@ def test_half_characters_wait() -> None:
     assert pieces(byte, "", [0xE2, 0x82])[0] == ["", "", "\ufffd"]  # it never came
 
 
+def test_a_long_text_is_not_decoded_anew_for_every_token() -> None:
+    byte, lengths = ByteTokenizer(Source()), list[int]()
+
+    class Counting:
+        def decode(self, ids: list[int]) -> str:
+            lengths.append(len(ids))
+            return byte.decode(ids)
+
+    text = "né🙂 a" * 100
+    stream = TextStream(Counting(), byte.encode("a prompt" * 100))
+    shown = "".join(stream.add(token) for token in byte.encode(text)) + stream.finish()
+    assert shown == stream.text == text
+    assert max(lengths[2:]) < 100
+
+
 def test_stop_strings_are_held_back_and_cut() -> None:
     byte = ByteTokenizer(Source())
     shown, stream = pieces(byte, "", list(b"one\n\nQ: two"), stop=["\nQ:"])

@@ -307,12 +307,15 @@ class TextStream:
     What may still change is held back: half a character, and what could be the beginning of a stop string.
     """
 
+    KEPT = 32
+    """So many ids before the new ones are decoded with them; all of a long text, for every token, would take long."""
+
     def __init__(self, tokenizer: Any, prompt: list[int], stop: Sequence[str] = ()) -> None:
         if any(not text for text in stop):
             raise UserError("--stop is empty: give the text at which to stop")
         self.tokenizer, self.stop = tokenizer, tuple(stop)
-        self._prompt, self._new = list(prompt), list[int]()
-        self._before = tokenizer.decode(prompt)
+        self._before_ids, self._new = list(prompt), list[int]()
+        self._before, self._settled = tokenizer.decode(prompt), ""
         self.text = ""
         """All that has been generated, cut before a stop string."""
         self.stopped = False
@@ -321,10 +324,15 @@ class TextStream:
     def add(self, token: int) -> str:
         """Take in a new id; return the text that can be shown now."""
         self._new.append(token)
-        whole = self.tokenizer.decode([*self._prompt, *self._new])
-        # With the prompt before it, since some tokenizers drop the space that begins a text.
+        ids = [*self._before_ids, *self._new]
+        whole = self.tokenizer.decode(ids)
+        # With what is before it, since some tokenizers drop the space that begins a text.
         fits = whole.startswith(self._before)
-        self.text = whole[len(self._before) :] if fits else self.tokenizer.decode(self._new)
+        self.text = self._settled + (whole[len(self._before) :] if fits else self.tokenizer.decode(self._new))
+        if fits and len(ids) > 2 * self.KEPT and not whole.endswith("\ufffd"):
+            before = self.tokenizer.decode(ids[-self.KEPT :])
+            if before and whole.endswith(before):
+                self._before_ids, self._new, self._before, self._settled = ids[-self.KEPT :], [], before, self.text
         places = [place for place in (self.text.find(text) for text in self.stop) if place >= 0]
         if places:
             self.stopped = True
