@@ -421,6 +421,25 @@ def test_a_task_from_a_local_file(bytes_run: Path, tmp_path: Path, capsys, monke
     assert adapter.generate_until([Request("hello", {"until": [], "max_gen_toks": 6})]) == [greedy]
 
 
+@pytest.mark.parametrize(
+    "do_sample,temperature,used",
+    [
+        (None, None, 0),
+        (None, 0.7, 0.7),
+        (False, 0.7, 0),
+        (False, None, 0),
+        (True, None, 1),
+        (True, 0.7, 0.7),
+        (True, 0, 0),
+    ],
+)
+def test_a_task_that_says_greedy_is_greedy(do_sample, temperature, used) -> None:
+    pytest.importorskip("lm_eval")
+    from gptframe.interop.lm_eval import _temperature
+
+    assert _temperature(do_sample, temperature) == used
+
+
 def test_tasks_without_the_library(bytes_run: Path, capsys, monkeypatch) -> None:
     import builtins
     import sys

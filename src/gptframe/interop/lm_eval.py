@@ -72,8 +72,7 @@ class GPTFrameLM(LM):
     def _generate(self, prompt: str, options: dict[str, Any]) -> str:
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
-        sampled = options.get("do_sample", False) or float(options.get("temperature", 0) or 0) > 0
-        temperature = float(options.get("temperature", 1.0)) if sampled else 0.0
+        temperature = _temperature(options.get("do_sample"), options.get("temperature"))
         ids = [self.start, *self.loaded.tokenizer.encode(prompt)]
         stream = TextStream(self.loaded.tokenizer, ids, [stop for stop in stops if stop])
 
@@ -165,3 +164,10 @@ def _quiet():
         os.dup2(errors, 2)
         os.close(errors)
         logging.disable(before)
+
+
+def _temperature(do_sample: bool | None, temperature: float | None) -> float:
+    """0 for greedy: by `do_sample: false`, whatever the temperature, or by no temperature where it says nothing."""
+    if do_sample is False or (do_sample is None and not temperature):
+        return 0.0
+    return 1.0 if temperature is None else float(temperature)
