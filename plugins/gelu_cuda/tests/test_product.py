@@ -125,6 +125,35 @@ def test_a_layer_has_the_values_of_torch_and_closer_gradients(dtype):
         assert all(relative(a, c) < 4e-7 for a, c in zip(ours[2:], exact[2:], strict=True))
 
 
+@amx
+@pytest.mark.parametrize("free", [(True, False, False), (False, True, False), (False, False, True)])
+def test_what_is_frozen_costs_nothing(free, monkeypatch):
+    counted = []
+    gradient = P._ops.weight_gradient
+    monkeypatch.setattr(P._ops, "weight_gradient", lambda *given: counted.append(1) or gradient(*given))
+    shapes, kept = ((64, 48), (32, 48), (32,)), []
+    x, weight, bias = (torch.ones(s, requires_grad=f) for s, f in zip(shapes, free, strict=True))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        y = P.AMX()(x.bfloat16(), weight, bias)
+    y.sum().backward()
+    assert [s for s, f in zip(((32, 48), (64, 48)), free, strict=False) if f] == kept
+    assert len(counted) == free[1] and (bias.grad is None or bias.grad.tolist() == [64.0] * 32)
+
+
+@amx
+def test_the_dtype_is_autocasts():
+    weight = torch.ones(32, 48, requires_grad=True)
+    for given, mixed in ((torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)):
+        x = torch.ones(64, 48, dtype=given)
+        with torch.autocast("cpu", mixed):
+            y = P.AMX()(x, weight, None)
+        assert (y is None) == (mixed == torch.float16)
+        if y is not None:
+            y.sum().backward()
+            assert weight.grad.eq(64).all()
+    assert P.AMX()(torch.ones(64, 0).bfloat16(), weight[:, :0], None) is None
+
+
 def models(*overrides):
     from gptframe import plugins
     from gptframe.compose import compose_config
@@ -174,6 +203,22 @@ def test_a_model_has_the_loss_and_gradients_of_torch(overrides, monkeypatch):
 
 
 @amx
+@pytest.mark.parametrize("overrides", [[], ["activation=gelu_cuda", "model.activation.save=input"]], ids=len)
+def test_of_a_frozen_model_only_the_head_is_multiplied(overrides, monkeypatch):
+    counted = []
+    gradient = P._ops.weight_gradient
+    monkeypatch.setattr(P._ops, "weight_gradient", lambda *given: counted.append(1) or gradient(*given))
+    ours, theirs = models(*overrides)
+    for model in (ours, theirs):
+        for name, p in model.named_parameters():
+            p.requires_grad_("embedding" in name)
+    (_, found), (_, wanted) = step(ours), step(theirs)
+    assert len(counted) == 1
+    for name, g in found.items():
+        assert g is None if wanted[name] is None else relative(g, wanted[name].double()) < 5e-2, name
+
+
+@amx
 def test_a_model_is_one_graph():
     ours, theirs = models()
     compiled = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
@@ -220,3 +265,4 @@ def test_it_keeps_the_contract_of_a_backend():
     plugins.load_entry_points()
     report = conformance("linear_backend", "amx")
     assert report.ok, report.failures
+    assert not report.passed["contract"].startswith("0 of")  # it takes nothing without gradients

@@ -29,15 +29,20 @@ class _GeluLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         h, bias, weight = ctx.saved_tensors
-        rows, y = grad.reshape(-1, grad.shape[-1]), ops.activated_again(h, bias)
-        to_y, to_weight = ctx.linear.gradients(rows, y.reshape(-1, y.shape[-1]), weight)
-        del y
+        rows, to_weight = grad.reshape(-1, grad.shape[-1]), None
+        if ctx.needs_input_grad[2]:
+            y = ops.activated_again(h, bias)
+            to_y, to_weight = ctx.linear.gradients(rows, y.reshape(-1, y.shape[-1]), weight)
+            to_weight = to_weight.to(weight.dtype)
+            del y
+        else:
+            to_y = rows @ weight.to(rows.dtype)
         if bias is None:
             to_h, to_bias = torch.ops.gptframe_gelu.gelu_backward(to_y.view_as(h), h), None
         else:
             to_h, to_bias = torch.ops.gptframe_gelu.bias_gelu_backward(to_y.view_as(h), h, bias)
         to_out = None if ctx.out_dtype is None else rows.sum(0).to(ctx.out_dtype)
-        return to_h, to_bias, to_weight.to(weight.dtype), to_out, None
+        return to_h, to_bias, to_weight, to_out, None
 
 
 class GeluCuda(nn.Module):

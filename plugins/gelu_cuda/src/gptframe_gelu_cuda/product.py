@@ -82,7 +82,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        to_x, to_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
+        ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _ops.linear(x, weight, bias)
 
@@ -92,10 +94,12 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         to_x = _ops.input_gradient(grad, weight) if ctx.needs_input_grad[0] else None
         to_weight = to_bias = None
-        if any(ctx.needs_input_grad[1:]):
-            rows, given = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-            to_weight, to_bias = _ops.weight_gradient(rows, given)
-            to_weight = to_weight.to(weight.dtype)
+        rows = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[1]:
+            to_weight, to_bias = _ops.weight_gradient(rows, x.reshape(-1, x.shape[-1]))
+            to_weight = to_weight.to(ctx.weight_dtype)
+        elif ctx.needs_input_grad[2]:
+            to_bias = rows.sum(0, dtype=torch.float32)
         return to_x, to_weight, to_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
 
 
@@ -119,9 +123,9 @@ class AMX(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """[..., out] of x[..., in], weight[out, in] and bias[out]; None for what is left to torch."""
-        if x.numel() < LEAST_ROWS * x.shape[-1] or not torch.is_grad_enabled() or ops.transformed():
+        if x.numel() < LEAST_ROWS * max(1, x.shape[-1]) or not torch.is_grad_enabled() or ops.transformed():
             return None
-        if x.device.type == "cpu" and x.dtype == torch.float32 and torch.is_autocast_enabled("cpu"):
+        if x.device.type == "cpu" and x.dtype != torch.float64 and torch.is_autocast_enabled("cpu"):
             x = x.to(torch.get_autocast_dtype("cpu"))
         return _Linear.apply(x, weight, bias) if self._takes(x) else None
 
