@@ -99,7 +99,10 @@ def test_planted_faults_in_attention_are_caught(tmp_path, monkeypatch, old, new)
 def test_the_gradient_of_a_weight(tmp_path):
     """With AMX's tiles in plain loops, where the processor has AVX-512 with bfloat16 for the rest."""
     done = build_and_run(tmp_path, None, "host_product.cpp", *BOTH, "-DEMULATE_TILES")
-    assert done.returncode == 0 and done.stdout in ("ok\n", "none\n"), done.stdout + done.stderr[:2000]
+    assert done.returncode == 0, done.stdout + done.stderr[:2000]
+    if done.stdout == "none\n":
+        pytest.skip("the loops are for processors with AVX-512 and bfloat16")
+    assert done.stdout == "ok\n"
 
 
 @pytest.mark.parametrize(

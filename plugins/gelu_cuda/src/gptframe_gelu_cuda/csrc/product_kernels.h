@@ -6,7 +6,7 @@
 // side in memory. A tile of a has 16 rows of 16 pairs along the depth; a tile of b has 16 pairs along the depth, of 16 columns
 // each. What is missing is zero.
 //
-// A block of a, all of its depth, stays in the second-level cache of one processor while all of b goes by, of which 16 KiB at
+// A block of a, all of its depth, stays in the second-level cache of one processor while all of b goes by, of which 32 KiB at
 // a time stay in the first level meanwhile.
 #pragma once
 
