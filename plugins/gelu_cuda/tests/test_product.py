@@ -248,6 +248,21 @@ def test_what_is_left_to_torch_is_said_and_not_reported_as_ours(tmp_path):
         assert ("torch (float32, not amx)" in (run / "manifest.json").read_text()) == bool(notes)
 
 
+@amx
+def test_one_word_names_all_that_is_fast(tmp_path):
+    run = tmp_path / "run"
+    program = "import sys; from gptframe.cli import main; sys.exit(main(['train', *sys.argv[1:]]))"
+    short = ["trainer.max_steps=1", "trainer.val_batches=1", "data.baseline_order=0", "trainer.compile=false"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, "experiment=amx", *short, f"run_dir={run}"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    ran = (run / "manifest.json").read_text()
+    for what in ("products on cpu", "attention on cpu", "gelu on cpu"):
+        assert f'"{what}": ' in ran and f'"{what}": "torch' not in ran and "aten" not in ran
+    assert "compile: false" in (run / "config.yaml").read_text()  # the command line wins
+
+
 def test_a_processor_without_amx_is_told_so(monkeypatch):
     from gptframe.errors import UserError
 
