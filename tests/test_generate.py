@@ -227,6 +227,8 @@ def test_a_repetition_penalty_by_hand() -> None:
     logits = torch.tensor([[2.0, 1.5, -1.0]])
     assert choose(logits, [[0, 2, 2]], Sampling(temperature=0, repetition_penalty=2.0), [None]) == [1]
     assert logits.tolist() == [[2.0, 1.5, -1.0]]
+    half = torch.tensor([[90.0, 1.5, -1.0]], dtype=torch.float16)  # 90,000 is more than float16 holds
+    assert choose(half, [[0]], Sampling(temperature=0, repetition_penalty=1e-3), [None]) == [0]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -249,6 +251,7 @@ def test_weights_that_are_not_numbers_are_named(value: float) -> None:
         ({"top_p": 1.5}, "--top-p 1.5"),
         ({"min_p": -0.1}, "--min-p -0.1"),
         ({"repetition_penalty": 0.0}, "--repetition-penalty 0.0"),
+        ({"repetition_penalty": 1e-40}, "--repetition-penalty 1e-40"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict, words: str) -> None:

@@ -381,7 +381,9 @@ def convert(hint: Any, value: Any, key: str) -> Any:
         return value
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise UserError(f"{key}={value!r} must be a section of options")
+            example = next((f for f in dataclasses.fields(hint) if f.default is not dataclasses.MISSING), None)
+            as_in = f", as in {key}.{example.name}={example.default}" if example else ""
+            raise UserError(f"{key}={value!r} must be a section of options{as_in}")
         return _read(hint, value, key + ".")
     kind, arguments = typing.get_origin(hint), typing.get_args(hint)
     if kind in (Union, types.UnionType):

@@ -233,7 +233,7 @@ def choose(
         UserError: the logits are not numbers.
     """
     if sampling.repetition_penalty != 1.0:
-        logits = logits.clone()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)  # float16 would overflow
         for row, text in enumerate(texts):
             seen = torch.tensor(sorted(set(text)), device=logits.device)
             at = logits[row, seen]
@@ -287,8 +287,8 @@ def check_sampling(
         raise UserError(f"--top-p {top_p} must be in (0, 1]")
     if min_p is not None and not 0 <= min_p <= 1:
         raise UserError(f"--min-p {min_p} must be from 0 to 1")
-    if not 0 < repetition_penalty < float("inf"):
-        raise UserError(f"--repetition-penalty {repetition_penalty} must be greater than 0 (1 is none)")
+    if not 1e-3 <= repetition_penalty <= 1e3:
+        raise UserError(f"--repetition-penalty {repetition_penalty} must be from 0.001 to 1000 (1 is none)")
 
 
 def check_prompt(ids: list[int], model: GPT) -> None:
